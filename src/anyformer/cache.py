@@ -1,0 +1,235 @@
+"""Cache: keys and values of earlier tokens, owned by the caller.
+
+    cache = model.new_cache(batch=2, max_len=512)
+    logits = model(prompt, tokens, cache=cache)              # any split of the text into pieces gives the same logits
+    logits = model(ids, tokens.after(), cache=cache)
+
+Memory is laid out once and written in place. A layer whose pattern reaches back n positions keeps a ring of n slots;
+others keep `max_len`. `append` gives back the keys *and their tokens*: as masks speak of positions, the order of slots
+is free, and rings, left padding and ragged batches need no special mask. Where tokens sit is kept once for all layers of
+one size, not once a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anyformer.parts.pattern import Pattern
+from anyformer.spec import SpecError
+from anyformer.tokens import Tokens
+
+__all__ = ["Cache"]
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+class Cache:
+    """Everything that decoding keeps. Made by `model.new_cache`; `stores[layer][branch]` belong to the parts."""
+
+    def __init__(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        if max_len < 1:
+            raise ValueError(f"`max_len` must be at least 1, but is {max_len}")
+        self.batch, self.max_len, self.dtype, self.device = batch, max_len, dtype, device
+        self.used = 0
+        self.stores: list[list[Store | Memory | None]] = []
+        self._slots: dict[int, Slots] = {}
+        self._frontier = 0
+        self._least_end = 0
+
+    def keys_values(self, num_heads: int, head_dim: int, pattern: Pattern) -> Store:
+        """A store for one attention layer, as large as its pattern needs."""
+        frontier = pattern.frontier()
+        if frontier is None:
+            raise SpecError(
+                f"pattern {pattern!r} looks ahead, so decoding with a cache would differ from the full pass"
+            )
+        self._frontier = max(self._frontier, frontier)
+        size = min(pattern.reach() or self.max_len, self.max_len)
+        kind = Ring if size < self.max_len else Line
+        slots = self._slots.setdefault(size, kind(self.batch, size, self.device))
+        return Store(slots, (self.batch, size, num_heads, head_dim), self.dtype)
+
+    def memory(self) -> Memory:
+        """A store for one cross-attention layer."""
+        return Memory()
+
+    def advance(self, tokens: Tokens) -> None:
+        """Make room for `tokens`; checks everything before anything is changed."""
+        self._check(tokens)
+        for slots in self._slots.values():
+            slots.advance(tokens, self.used)
+        self.used += tokens.length
+
+    def _check(self, tokens: Tokens) -> None:
+        if tokens.batch != self.batch:
+            raise ValueError(f"the cache is for {self.batch} rows, but {tokens.batch} are given")
+        if self.used + tokens.length > self.max_len:
+            raise ValueError(
+                f"the cache holds {self.max_len} tokens, of which {self.used} are used, so {tokens.length} more do not "
+                f"fit: make it with max_len={self.used + tokens.length} or more"
+            )
+        if not self._frontier or not tokens.length:
+            return
+        if self.used and self._least_end < self._frontier:
+            raise ValueError(
+                f"the first piece must hold the whole prefix of {self._frontier} tokens, which see one another"
+            )
+        ends = tokens.pos.masked_fill(~tokens.real, -1).amax(1) + 1
+        self._least_end = int(ends.min()) if ends.numel() else self._frontier
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values (the tokens' own record is small and not counted)."""
+        stores = [store for layer in self.stores for store in layer if store is not None]
+        return sum(store.nbytes for store in stores)
+
+
+class Store:
+    """Keys and values of one layer, (B, size, G, K) each."""
+
+    def __init__(self, slots: Slots, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+        self.slots = slots
+        self.k = torch.zeros(shape, dtype=dtype, device=slots.device)
+        self.v = torch.zeros(shape, dtype=dtype, device=slots.device)
+
+    def append(
+        self, k: Float[Tensor, "B T G K"], v: Float[Tensor, "B T G K"]
+    ) -> tuple[Float[Tensor, "B S G K"], Float[Tensor, "B S G K"], Tokens]:
+        """Keep k and v; give back all that this piece may look at, and where those tokens sit."""
+        if torch.is_grad_enabled() and k.requires_grad:
+            raise ValueError("a cache keeps no gradients: call the model under torch.inference_mode()")
+        return self.slots.write(self.k, k), self.slots.write(self.v, v), self.slots.keys
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+
+class Memory:
+    """Keys and values of the encoder's output, computed at the first step and read from then on."""
+
+    def __init__(self) -> None:
+        self.source: Tensor | None = None
+        self.kept: KeysValues | None = None
+
+    def fill(self, source: Tensor, project: Callable[[Tensor], KeysValues]) -> KeysValues:
+        if self.kept is None:
+            self.source, self.kept = source, project(source)
+        if source is not self.source:
+            raise ValueError("this cache was filled from another encoder output: make a new cache for a new source")
+        return self.kept
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.kept) if self.kept else 0
+
+
+class Slots:
+    """Which token sits in which slot, for all layers of one size. `keys` is where the visible keys sit."""
+
+    def __init__(self, batch: int, size: int, device: torch.device) -> None:
+        self.size, self.device = size, device
+        self.keys = Tokens.arange(batch, 0, device=device)
+        self.pos = torch.zeros(batch, size, dtype=torch.long, device=device)
+        self.seg = torch.full_like(self.pos, -1)
+        self.mark: Tensor | None = None
+        self.plain = True
+        self.write: Callable[[Tensor, Tensor], Tensor] = lambda buffer, new: new
+
+    def advance(self, tokens: Tokens, used: int) -> None:
+        """Choose slots for `tokens`, and set `keys` and `write` for this piece."""
+        if tokens.mark is not None and self.mark is None:
+            self.mark = torch.zeros_like(self.seg, dtype=torch.bool)
+        self.plain = self.plain and tokens.start == used and tokens.ordered and tokens.mark is None
+        self._place(tokens, used)
+
+    def _place(self, tokens: Tokens, used: int) -> None:
+        raise NotImplementedError
+
+    def _record(self, write: Callable[[Tensor, Tensor], Tensor], tokens: Tokens) -> Tokens:
+        """Write the tokens' own record with the same `write` as keys and values; give back what it shows."""
+        mark = None
+        if self.mark is not None:
+            mark = write(self.mark, torch.zeros_like(tokens.real) if tokens.mark is None else tokens.mark)
+        return Tokens(write(self.pos, tokens.pos), write(self.seg, tokens.seg), mark)
+
+
+class Line(Slots):
+    """As many slots as tokens: each piece goes behind the last."""
+
+    def _place(self, tokens: Tokens, used: int) -> None:
+        end = used + tokens.length
+
+        def write(buffer: Tensor, new: Tensor) -> Tensor:
+            buffer[:, used:end] = new
+            return buffer[:, :end]
+
+        seen = self._record(write, tokens)
+        self.keys = Tokens(seen.pos, seen.seg, start=0) if self.plain else seen
+        self.write = write
+
+
+class Ring(Slots):
+    """As many slots as the pattern reaches back: position p goes to slot p mod size, over what is out of reach."""
+
+    def _place(self, tokens: Tokens, used: int) -> None:
+        if tokens.length == 1:
+            self.write = self._one(tokens)
+            seen = self._record(self.write, tokens)
+            filled = min(used + 1, self.size)
+            self.keys = self._plain(seen, used + 1 - filled) if self.plain else seen
+        else:
+            self.write = self._several(tokens, min(used, self.size) if self.plain else self.size)
+            seen = self._record(self.write, tokens)
+            self.keys = self._plain(seen, max(used - self.size, 0)) if self.plain else seen
+
+    def _plain(self, seen: Tokens, start: int) -> Tokens:
+        return Tokens(seen.pos, seen.seg, start=start, ordered=start == 0)
+
+    def _one(self, tokens: Tokens) -> Callable[[Tensor, Tensor], Tensor]:
+        """One token a row: it may write first, for what it overwrites is out of its own reach. Padding is not kept."""
+        if self.plain:
+            assert tokens.start is not None
+            slot, filled = tokens.start % self.size, min(tokens.start + 1, self.size)
+
+            def write_plain(buffer: Tensor, new: Tensor) -> Tensor:
+                buffer[:, slot : slot + 1] = new
+                return buffer[:, :filled]
+
+            return write_plain
+        rows = torch.arange(tokens.batch, device=self.device)[:, None]
+        slots, real = tokens.pos % self.size, tokens.real
+
+        def write(buffer: Tensor, new: Tensor) -> Tensor:
+            buffer[rows, slots] = torch.where(_like(real, new), new, buffer[rows, slots])
+            return buffer
+
+        return write
+
+    def _several(self, tokens: Tokens, filled: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """Several tokens: they see what was kept and one another; then the last ones of each row are kept."""
+        source = self._sources(tokens)
+
+        def write(buffer: Tensor, new: Tensor) -> Tensor:
+            seen = torch.cat((buffer[:, :filled], new), 1) if filled else new
+            index = _like(source.clamp(min=0), new).expand(-1, -1, *new.shape[2:])
+            buffer.copy_(torch.where(_like(source >= 0, new), new.gather(1, index), buffer) if new.shape[1] else buffer)
+            return seen
+
+        return write
+
+    def _sources(self, tokens: Tokens) -> Int[Tensor, "B size"]:
+        """For each slot, the last token of this piece that belongs there; -1 for none."""
+        order = torch.arange(tokens.length, device=self.device).expand_as(tokens.pos)
+        order = order.masked_fill(~tokens.real, -1)
+        none = torch.full_like(self.seg, -1)
+        return none.scatter_reduce(1, tokens.pos % self.size, order, "amax")
+
+
+def _like(mask: Tensor, x: Tensor) -> Tensor:
+    """(B, T) as (B, T, 1, ...), to go with x."""
+    return mask.view(*mask.shape, *[1] * (x.dim() - 2))

@@ -1,0 +1,55 @@
+"""Init: every weight initialisation, one documented function a scheme. Biases start at 0, norms at 1 in all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from anyformer.parts.embed import LMHeadModule
+from anyformer.parts.position import LearnedModule, RelativeBiasModule
+
+__all__ = ["fan_in_init", "gpt2_init"]
+
+
+@torch.no_grad()
+def gpt2_init(model: nn.Module, std: float = 0.02) -> None:
+    """GPT-2 (Radford et al. 2019, section 2.3): normal with `std` everywhere; projections back into the residual
+    stream are divided by √(number of them), so that the stream does not grow with depth."""
+    _linears(model, lambda linear: std)
+    _tables(model, std)
+
+
+@torch.no_grad()
+def fan_in_init(model: nn.Module, table_std: float = 0.02) -> None:
+    """Normal with std 1 / √(inputs), whatever the width, so that small and large models start alike; tables as GPT-2's.
+    Projections back into the residual stream are divided as GPT-2's."""
+    _linears(model, lambda linear: linear.in_features**-0.5)
+    _tables(model, table_std)
+
+
+def _linears(model: nn.Module, std: Callable[[nn.Linear], float]) -> None:
+    back = {id(linear) for linear in _into_residual(model)}
+    shrink = math.sqrt(max(len(back), 1))
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.normal_(0.0, std(module) / (shrink if id(module) in back else 1.0))
+            if module.bias is not None:
+                module.bias.zero_()
+
+
+def _tables(model: nn.Module, std: float) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | LMHeadModule):
+            module.weight.normal_(0.0, std)
+        elif isinstance(module, LearnedModule | RelativeBiasModule):
+            module.table.normal_(0.0, std)
+
+
+def _into_residual(model: nn.Module) -> Iterator[nn.Linear]:
+    """The linear maps whose output is added to the residual stream: `out` of mixers, `down` of feed-forwards."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] in ("out", "down"):
+            yield module

@@ -1,0 +1,264 @@
+"""Model: encoder-only, decoder-only and encoder-decoder Transformers, from one spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from anyformer.block import Block, Stack
+from anyformer.cache import Cache
+from anyformer.context import Context
+from anyformer.cost import Cost
+from anyformer.init import fan_in_init
+from anyformer.parts.attention import Attention, CrossAttention
+from anyformer.parts.embed import Embed, Head, LMHead
+from anyformer.parts.norm import Norm
+from anyformer.parts.position import Position
+from anyformer.spec import Spec, SpecError
+from anyformer.tokens import Tokens
+
+__all__ = ["States", "Transformer", "TransformerSpec"]
+
+
+class TransformerSpec(Spec):
+    """A whole model as data: which stacks it has decides what it is.
+
+    `encoder` alone is BERT's kind, `decoder` alone GPT's, both T5's. `final_norm` closes each stack (pre-LN needs it,
+    post-LN must not have it). `head` None gives hidden states in place of logits.
+    """
+
+    dim: PositiveInt
+    vocab_size: PositiveInt
+    embed: Embed = Embed()
+    encoder: tuple[Block, ...] = ()
+    decoder: tuple[Block, ...] = ()
+    final_norm: Norm | None = None
+    head: Head | None = LMHead()
+
+    def check(self) -> None:
+        if not self.encoder and not self.decoder:
+            raise SpecError("a Transformer needs an encoder, a decoder, or both, but has no layers")
+        for stack, blocks in (("encoder", self.encoder), ("decoder", self.decoder)):
+            for i, block in enumerate(blocks):
+                for name, branch in zip(block.names(), block.branches, strict=True):
+                    self._check_op(branch.op, (stack, i, name))
+
+    def _check_op(self, op: Any, path: tuple[str | int, ...]) -> None:
+        reason = op.reject(causal=path[0] == "decoder")
+        if isinstance(op, CrossAttention) and not self.encoder:
+            reason = "cross-attention needs an encoder, but there is none"
+        if reason:
+            raise SpecError(reason, path)
+        if isinstance(op, Attention):
+            try:
+                op.width(self.dim)
+            except SpecError as error:
+                raise error.within(path) from None
+
+    def build(
+        self,
+        *,
+        init: Callable[[nn.Module], None] | None = fan_in_init,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Transformer:
+        """The model, with fresh weights from `init` (None: whatever memory holds, for loading over it)."""
+        device = torch.get_default_device() if device is None else torch.device(device)
+        with torch.device("meta" if init is None else device):
+            model = Transformer(self)
+        if init is not None:
+            init(model)
+        elif device.type != "meta":
+            model.to_empty(device=device)
+            model.tie()
+        return model if dtype is None else model.to(dtype)
+
+    def max_len(self) -> int | None:
+        """How many positions the model can tell apart; None for no bound."""
+        limits = [position.limit() for position in self.positions()]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def positions(self) -> list[Position]:
+        """Every position scheme in use."""
+        branches = [branch for block in self.encoder + self.decoder for branch in block.branches]
+        mixers = [branch.op.position for branch in branches if isinstance(branch.op, Attention)]
+        return [position for position in [self.embed.position, *mixers] if position is not None]
+
+    def stacks(self) -> dict[str, tuple[Block, ...]]:
+        return {name: blocks for name, blocks in (("encoder", self.encoder), ("decoder", self.decoder)) if blocks}
+
+    def costs(self, length: int) -> dict[str, Cost]:
+        """What one sequence of `length` tokens costs (the same number on both sides of an encoder-decoder), by part."""
+        table = self.vocab_size * self.dim
+        costs = {"tokens": Cost(params=table, active=self.dim)}
+        for name, blocks in self.stacks().items():
+            norm = [self.final_norm.cost(self.dim, length)] if self.final_norm else []
+            costs[f"{name}.embed"] = self.embed.cost(self.dim, length)
+            costs[name] = Cost().plus(*(block.cost(self.dim, length) for block in blocks), *norm)
+            costs[name] = costs[name]._replace(params=costs[name].params - self._counted_twice(blocks))
+        if self.head is not None:
+            head = self.head.cost(self.dim, self.vocab_size, length)
+            costs["head"] = head._replace(params=head.params - table * self.embed.tied)
+        return costs
+
+    def _counted_twice(self, blocks: tuple[Block, ...]) -> int:
+        """Parameters of position schemes that the layers of a stack share."""
+        ops = [branch.op for block in blocks for branch in block.branches if isinstance(branch.op, Attention)]
+        seen: set[Position] = set()
+        twice = 0
+        for op in ops:
+            if op.position is not None and op.position in seen:
+                twice += op.position.cost(op.width(self.dim), op.num_heads).params
+            elif op.position is not None:
+                seen.add(op.position)
+        return twice
+
+
+class States(NamedTuple):
+    """Hidden states (B, T, D), where their tokens sit, and the auxiliary loss if there is one."""
+
+    x: Tensor
+    tokens: Tokens
+    aux: Tensor | None = None
+
+
+class Transformer(nn.Module):
+    """ids → x → logits. Nothing is kept between calls; a cache, if any, is the caller's."""
+
+    def __init__(self, spec: TransformerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.max_len = spec.max_len()
+        self.tokens = nn.Embedding(spec.vocab_size, spec.dim)
+        self.embeds = nn.ModuleDict({name: spec.embed.build(spec.dim) for name in spec.stacks()})
+        self.encoder = Stack(spec.encoder, spec.dim, spec.final_norm) if spec.encoder else None
+        self.decoder = Stack(spec.decoder, spec.dim, spec.final_norm) if spec.decoder else None
+        self.head = spec.head.build(spec.dim, spec.vocab_size) if spec.head else nn.Identity()
+        self.tie()
+
+    def tie(self) -> Transformer:
+        """Make head and embedding one parameter, if the spec says so."""
+        if self.spec.embed.tied and self.spec.head is not None:
+            self.head.weight = self.tokens.weight
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tokens.weight.dtype
+
+    def forward(
+        self,
+        ids: Int[Tensor, "B T"],
+        tokens: Tokens | None = None,
+        *,
+        source: Int[Tensor, "B S"] | None = None,
+        source_tokens: Tokens | None = None,
+        memory: States | None = None,
+        types: Int[Tensor, "B T"] | None = None,
+        cache: Cache | None = None,
+        last: int | None = None,
+        kernel: Any = None,
+        context_len: int | None = None,
+    ) -> Float[Tensor, "B T V"]:
+        """Logits for each token; with `last=n`, for the last n only.
+
+        `tokens` says where `ids` sit (left out: plain text, behind what the cache holds). An encoder-decoder reads
+        `source`, or `memory` if it was encoded before. `kernel` forces an attention kernel. `context_len` is the length
+        that dynamic schedules plan for: left out, the cache's capacity or the input's length.
+        """
+        if self.decoder is None:
+            states = self.encode(ids, tokens, types=types, kernel=kernel, context_len=context_len)
+        else:
+            if memory is None and self.encoder is not None:
+                if source is None:
+                    raise ValueError("an encoder-decoder needs `source` ids, or `memory` from `encode`")
+                memory = self.encode(source, source_tokens, kernel=kernel)
+            states = self.decode(
+                ids, tokens, memory=memory, types=types, cache=cache, kernel=kernel, context_len=context_len
+            )
+        x = states.x if last is None else states.x[:, max(states.x.shape[1] - last, 0) :]
+        logits: Tensor = self.head(x)
+        return logits
+
+    def encode(
+        self,
+        ids: Int[Tensor, "B T"],
+        tokens: Tokens | None = None,
+        *,
+        types: Int[Tensor, "B T"] | None = None,
+        kernel: Any = None,
+        context_len: int | None = None,
+    ) -> States:
+        """Hidden states of the encoder."""
+        if self.encoder is None:
+            raise ValueError("this model has no encoder: call decode")
+        tokens = self._tokens(ids, tokens, 0)
+        ctx = Context(tokens, kernel=kernel, context_len=_context_len(context_len, tokens))
+        x, aux = self.encoder(self._embed("encoder", ids, tokens, types), ctx)
+        return States(x, tokens, aux)
+
+    def decode(
+        self,
+        ids: Int[Tensor, "B T"],
+        tokens: Tokens | None = None,
+        *,
+        memory: States | None = None,
+        types: Int[Tensor, "B T"] | None = None,
+        cache: Cache | None = None,
+        kernel: Any = None,
+        context_len: int | None = None,
+    ) -> States:
+        """Hidden states of the decoder. With a cache, `ids` come after what it holds."""
+        if self.decoder is None:
+            raise ValueError("this model has no decoder: call encode")
+        tokens = self._tokens(ids, tokens, cache.used if cache else 0)
+        x = self._embed("decoder", ids, tokens, types)
+        if cache is not None:
+            context_len = context_len or cache.max_len
+            cache.advance(tokens)
+        ctx = Context(
+            tokens,
+            memory=memory.x if memory else None,
+            memory_tokens=memory.tokens if memory else None,
+            kernel=kernel,
+            context_len=_context_len(context_len, tokens),
+        )
+        x, aux = self.decoder(x, ctx, cache.stores if cache else None)
+        return States(x, tokens, aux if memory is None else _both(aux, memory.aux))
+
+    def new_cache(self, batch: int, max_len: int) -> Cache:
+        """An empty cache for `batch` rows of up to `max_len` tokens, padding included. Windowed layers keep less."""
+        if self.decoder is None:
+            raise ValueError("only a decoder generates: this model has none, so it needs no cache")
+        cache = Cache(batch, max_len, self.dtype, self.device)
+        cache.stores = self.decoder.new_stores(cache)
+        return cache
+
+    def _tokens(self, ids: Tensor, tokens: Tokens | None, start: int) -> Tokens:
+        tokens = tokens or Tokens.arange(*ids.shape, start=start, device=ids.device)
+        if (tokens.batch, tokens.length) != tuple(ids.shape):
+            raise ValueError(f"`tokens` are for {(tokens.batch, tokens.length)}, but `ids` are {tuple(ids.shape)}")
+        if self.max_len is not None and tokens.end > self.max_len:
+            raise ValueError(f"the text needs {tokens.end} positions, but the model has {self.max_len}: shorten it")
+        return tokens
+
+    def _embed(self, stack: str, ids: Tensor, tokens: Tokens, types: Tensor | None) -> Tensor:
+        x: Tensor = self.embeds[stack](self.tokens(ids), tokens, types)
+        return x
+
+
+def _context_len(given: int | None, tokens: Tokens) -> int:
+    return tokens.end if given is None else given
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else (a + b) / 2

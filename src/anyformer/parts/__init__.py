@@ -1,0 +1,1 @@
+"""Parts: a spec class and its module side by side, one idea a file."""

@@ -1,0 +1,108 @@
+"""Embeddings at the input, and the head at the output."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from torch import Tensor, nn
+
+from anyformer.cost import Cost, linear
+from anyformer.parts.norm import Norm
+from anyformer.parts.position import Position, PositionModule
+from anyformer.spec import Part, Spec, SpecError
+from anyformer.tokens import Tokens
+
+__all__ = ["Embed", "EmbedModule", "Head", "LMHead", "LMHeadModule"]
+
+
+class Embed(Spec):
+    """Token embedding × `scale`, plus token types, plus a position at the input; then a norm (BERT) and dropout.
+
+    `tied`: the output head uses the same table. An encoder and a decoder share the table of tokens; all the rest is
+    each one's own.
+    """
+
+    tied: bool = True
+    scale: float | Literal["sqrt_dim"] = 1.0
+    position: Position | None = None
+    token_types: NonNegativeInt = 0
+    norm: Norm | None = None
+    dropout: NonNegativeFloat = 0.0
+
+    def check(self) -> None:
+        if self.position is not None and self.position.acts != "input":
+            raise SpecError(f"position {self.position.kind!r} acts on {self.position.acts}: put it in the mixers")
+        if self.dropout >= 1:
+            raise SpecError(f"`dropout` must be below 1, but is {self.dropout}")
+
+    def build(self, dim: int) -> EmbedModule:
+        return EmbedModule(self, dim)
+
+    def cost(self, dim: int, length: int) -> Cost:
+        types = Cost(params=self.token_types * dim, active=dim if self.token_types else 0)
+        position = self.position.cost(dim, 1) if self.position else Cost()
+        return types.plus(position, self.norm.cost(dim, length) if self.norm else Cost())
+
+
+class EmbedModule(nn.Module):
+    """What happens to looked-up vectors before the first block; the table itself belongs to the model."""
+
+    def __init__(self, spec: Embed, dim: int) -> None:
+        super().__init__()
+        self.scale = dim**0.5 if spec.scale == "sqrt_dim" else float(spec.scale)
+        self.types = nn.Embedding(spec.token_types, dim) if spec.token_types else None
+        self.position = spec.position.build(dim) if spec.position else PositionModule(Position())
+        self.norm = spec.norm.build(dim) if spec.norm else nn.Identity()
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], tokens: Tokens, types: Int[Tensor, "B T"] | None = None
+    ) -> Float[Tensor, "B T D"]:
+        if self.scale != 1.0:
+            x = x * self.scale
+        if self.types is not None:
+            x = x + self.types(torch.zeros_like(tokens.pos) if types is None else types)
+        elif types is not None:
+            raise ValueError("token types were given, but this model's `embed.token_types` is 0")
+        return self.dropout(self.norm(self.position.at_input(x, tokens)))
+
+
+class Head(Part):
+    """Base of all heads: from the last hidden states (B, T, D) to an answer."""
+
+    def build(self, dim: int, vocab_size: int) -> nn.Module:
+        raise NotImplementedError
+
+    def cost(self, dim: int, vocab_size: int, length: int) -> Cost:
+        raise NotImplementedError
+
+
+class LMHead(Head, kind="lm"):
+    """Logits over the vocabulary: x Wᵀ · scale + b, then soft-capped (Gemma 2) if `softcap` is given."""
+
+    bias: bool = False
+    scale: float = 1.0
+    softcap: PositiveFloat | None = None
+
+    def build(self, dim: int, vocab_size: int) -> LMHeadModule:
+        return LMHeadModule(self, dim, vocab_size)
+
+    def cost(self, dim: int, vocab_size: int, length: int) -> Cost:
+        kept = Cost(activations=length * (dim + vocab_size))
+        return kept.plus(linear(dim, vocab_size, length, self.bias))
+
+
+class LMHeadModule(nn.Module):
+    def __init__(self, spec: LMHead, dim: int, vocab_size: int) -> None:
+        super().__init__()
+        self.scale, self.softcap = spec.scale, spec.softcap
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        self.bias = nn.Parameter(torch.zeros(vocab_size)) if spec.bias else None
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
+        x = x * self.scale if self.scale != 1.0 else x
+        logits = nn.functional.linear(x, self.weight, self.bias)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

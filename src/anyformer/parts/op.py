@@ -1,0 +1,54 @@
+"""Op: what a branch of a block does. A mixer moves information between tokens; a feed-forward works on each alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from anyformer.context import Context
+from anyformer.cost import Cost
+from anyformer.spec import Part, Spec
+
+__all__ = ["FeedForward", "Mixer", "Op", "OpModule", "Result", "Shared"]
+
+Result = tuple[Tensor, Tensor | None]
+"""What an op gives: its output (B, T, D), and an auxiliary loss (a scalar) or None."""
+
+Shared = dict[Spec, nn.Module]
+"""Modules that all layers of one stack share, by their spec."""
+
+
+class Op(Part):
+    """Base of mixers and feed-forwards."""
+
+    def build(self, dim: int, shared: Shared) -> OpModule:
+        """The module for a model of width `dim`."""
+        raise NotImplementedError
+
+    def cost(self, dim: int, length: int) -> Cost:
+        """What one sequence of `length` tokens costs."""
+        raise NotImplementedError
+
+    def reject(self, causal: bool) -> str | None:
+        """Why this op cannot stand in a decoder (`causal`) or an encoder."""
+        return None
+
+
+class Mixer(Op):
+    """Moves information between tokens: attention, and whatever fills the same slot."""
+
+
+class FeedForward(Op):
+    """Works on each token alone."""
+
+
+class OpModule(nn.Module):
+    """Base of the modules; `forward(x, ctx) -> Result`."""
+
+    def forward(self, x: Tensor, ctx: Context) -> Result:
+        raise NotImplementedError
+
+    def new_store(self, cache: Any) -> Any:
+        """This op's share of a new cache; None if it keeps nothing between decoding steps."""
+        return None

@@ -1,0 +1,193 @@
+"""Patterns: who may attend to whom, written once, as a function of positions.
+
+A new pattern is a class with `allows`; masks, fast paths, cached decoding and pictures follow from it:
+
+    class Even(Pattern, kind="even"):
+        \"\"\"Every token sees the tokens at an even distance.\"\"\"
+
+        def allows(self, q, k):
+            return (q.pos - k.pos) % 2 == 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Bool
+from pydantic import NonNegativeInt, PositiveInt
+from torch import Tensor
+
+from anyformer.spec import Part, SpecError
+from anyformer.tokens import Tokens
+
+__all__ = ["And", "Causal", "Full", "Not", "Or", "Pattern", "Prefix", "Window"]
+
+Band = tuple[int | None, int | None]
+
+
+class Pattern(Part):
+    """Base of all patterns. Only `allows` must be written; the other methods let kernels and caches do less work."""
+
+    def allows(self, q: Tokens, k: Tokens) -> Tensor:
+        """Elementwise over broadcast `pos` and `mark`: may this query see this key? Segments are not its business."""
+        raise NotImplementedError(f"{type(self).__name__} has no `allows`")
+
+    def band(self) -> Band | None:
+        """(left, right) if a query sees exactly the keys from pos - left to pos + right; None for no bound."""
+        return None
+
+    def reach(self) -> int | None:
+        """How many of the latest positions, the query's own included, can matter to a query; None for all."""
+        return None
+
+    def frontier(self) -> int | None:
+        """A query may see later positions only below this number: 0 for never (causal), None for anywhere."""
+        return None
+
+    def visible(self, q: Tokens, k: Tokens) -> Tensor:
+        """`allows`, within a document and never to padding."""
+        return self.allows(q, k) & (q.seg == k.seg) & (k.seg >= 0)
+
+    def mask(self, q: Tokens, k: Tokens) -> Bool[Tensor, "b T S"]:
+        """True where query t may see key s. One row (b = 1) stands for all when all rows are alike."""
+        if q.start is not None and k.start is not None:
+            q, k = q.row(), k.row()
+        return self.visible(q.map(lambda t: t[:, :, None]), k.map(lambda t: t[:, None, :]))
+
+    def __and__(self, other: Pattern) -> Pattern:
+        return And((self, other))
+
+    def __or__(self, other: Pattern) -> Pattern:
+        return Or((self, other))
+
+    def __invert__(self) -> Pattern:
+        return Not(self)
+
+
+class Full(Pattern, kind="full"):
+    """Every token sees every token: encoders, cross-attention."""
+
+    def allows(self, q: Tokens, k: Tokens) -> Tensor:
+        return torch.ones_like(q.pos + k.pos, dtype=torch.bool)
+
+    def band(self) -> Band:
+        return None, None
+
+
+class Causal(Pattern, kind="causal"):
+    """A token sees itself and what came before: decoders."""
+
+    def allows(self, q: Tokens, k: Tokens) -> Tensor:
+        return k.pos <= q.pos
+
+    def band(self) -> Band:
+        return None, 0
+
+    def frontier(self) -> int:
+        return 0
+
+
+class Window(Pattern, kind="window"):
+    """A token sees the tokens less than `size` away on either side; it counts itself.
+
+    `Causal() & Window(n)` is the sliding window of n tokens (Mistral, Longformer's decoder); `Window(n)` alone, in an
+    encoder, sees n - 1 tokens on each side.
+    """
+
+    size: PositiveInt
+
+    def allows(self, q: Tokens, k: Tokens) -> Tensor:
+        return (q.pos - k.pos).abs() < self.size
+
+    def band(self) -> Band:
+        return self.size - 1, self.size - 1
+
+    def reach(self) -> int:
+        return self.size
+
+
+class Prefix(Pattern, kind="prefix"):
+    """Every token sees the first `size` tokens. `Causal() | Prefix(n)` is the prefix language model (T5, section 3.2)."""
+
+    size: NonNegativeInt
+
+    def allows(self, q: Tokens, k: Tokens) -> Tensor:
+        return (k.pos < self.size).expand_as(q.pos + k.pos)
+
+    def frontier(self) -> int:
+        return self.size
+
+
+class _Several(Pattern):
+    parts: tuple[Pattern, ...]
+
+    def check(self) -> None:
+        if not self.parts:
+            raise SpecError(f"{type(self).__name__} needs at least one pattern")
+
+
+class And(_Several, kind="and"):
+    """What all `parts` allow."""
+
+    def allows(self, q: Tokens, k: Tokens) -> Tensor:
+        allowed = self.parts[0].allows(q, k)
+        for part in self.parts[1:]:
+            allowed = allowed & part.allows(q, k)
+        return allowed
+
+    def band(self) -> Band | None:
+        bands = [part.band() for part in self.parts]
+        if None in bands:
+            return None
+        left, right = zip(*(band for band in bands if band), strict=True)
+        return _least(left), _least(right)
+
+    def reach(self) -> int | None:
+        return _least(part.reach() for part in self.parts)
+
+    def frontier(self) -> int | None:
+        return _least(part.frontier() for part in self.parts)
+
+    def __and__(self, other: Pattern) -> Pattern:
+        return And((*self.parts, other))
+
+
+class Or(_Several, kind="or"):
+    """What any of `parts` allows."""
+
+    def allows(self, q: Tokens, k: Tokens) -> Tensor:
+        allowed = self.parts[0].allows(q, k)
+        for part in self.parts[1:]:
+            allowed = allowed | part.allows(q, k)
+        return allowed
+
+    def reach(self) -> int | None:
+        return _most(part.reach() for part in self.parts)
+
+    def frontier(self) -> int | None:
+        return _most(part.frontier() for part in self.parts)
+
+    def __or__(self, other: Pattern) -> Pattern:
+        return Or((*self.parts, other))
+
+
+class Not(Pattern, kind="not"):
+    """What `part` does not allow (documents and padding stay apart all the same)."""
+
+    part: Pattern
+
+    def allows(self, q: Tokens, k: Tokens) -> Tensor:
+        return ~self.part.allows(q, k)
+
+
+def _least(bounds: Iterable[int | None]) -> int | None:
+    """The tightest bound; None is no bound."""
+    known = [bound for bound in bounds if bound is not None]
+    return min(known) if known else None
+
+
+def _most(bounds: Iterable[int | None]) -> int | None:
+    """The loosest bound; None is no bound."""
+    known = list(bounds)
+    return None if None in known else max(known)

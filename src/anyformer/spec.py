@@ -1,0 +1,386 @@
+"""Spec: a choice as frozen, validated data. No torch here, and no tensors in a spec.
+
+A class that derives from `Spec` becomes a frozen dataclass whose fields are checked by pydantic. A class that derives
+from `Part` opens a *slot*; its subclasses register in the slot under their `kind`, from inside this package or outside:
+
+    class Norm(Part): ...                        # a slot
+    class RMSNorm(Norm, kind="rms_norm"):        # a choice for it
+        eps: float = 1e-6
+
+Wherever a field has the type `Norm`, an instance, `{"kind": "rms_norm", "eps": 1e-5}` or just `"rms_norm"` will do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+
+import pydantic
+import yaml
+from pydantic_core import core_schema
+
+__all__ = ["Part", "Spec", "SpecError", "cycle", "diff"]
+
+T = TypeVar("T")
+Path = tuple[str | int, ...]
+
+
+class SpecError(ValueError):
+    """A spec that cannot be: where in it, and why."""
+
+    def __init__(self, reason: str, path: Path = ()) -> None:
+        self.reason, self.path = reason, path
+        super().__init__(f"{'.'.join(map(str, path))}: {reason}" if path else reason)
+
+    def within(self, path: Path) -> SpecError:
+        return type(self)(self.reason, path + self.path)
+
+
+class NoSuchPlace(SpecError):
+    """A path that fits nothing in a spec."""
+
+
+@dataclass_transform(frozen_default=True)
+class Spec:
+    """Base of all specs. Subclass it with annotated fields; override `check` for rules that join several fields."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        dataclasses.dataclass(frozen=True, repr=False)(cls)
+
+    def __post_init__(self) -> None:
+        for name, adapter in _adapters(typing.cast(Any, type(self))).items():
+            value = _unrolled(getattr(self, name))
+            object.__setattr__(self, name, _validated(adapter, value, name))
+        try:
+            self.check()
+        except SpecError:
+            raise
+        except ValueError as error:
+            raise SpecError(str(error)) from None
+
+    def check(self) -> None:
+        """Raise ValueError if the fields do not go together."""
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={value!r}" for name, value in _fields(self) if value != _default(type(self), name))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    # -- data both ways ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def parse(cls, data: Any) -> Self:
+        """A spec from plain data: a mapping, the name of a kind, or a spec, which is returned as it is."""
+        if isinstance(data, cls):
+            return data
+        if isinstance(data, Spec):
+            raise SpecError(f"needs a {cls.__name__}, but is {data!r}")
+        if isinstance(data, str) and issubclass(cls, Part):
+            data = {"kind": data}
+        if not isinstance(data, Mapping):
+            raise SpecError(f"needs a {cls.__name__} as a mapping of its fields, but is {data!r}")
+        fields = {str(key): value for key, value in data.items()}
+        concrete = cls._concrete(fields)
+        for name in fields:
+            _known(name, concrete._names(), f"field of {concrete.__name__}")
+        missing = [name for name in _required(concrete) if name not in fields]
+        if missing:
+            raise SpecError(f"{concrete.__name__} needs `{'`, `'.join(missing)}`")
+        return concrete(**fields)
+
+    @classmethod
+    def _concrete(cls, fields: dict[str, Any]) -> type[Self]:
+        return cls
+
+    @classmethod
+    def _names(cls) -> list[str]:
+        return [field.name for field in _dataclass_fields(cls)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, every field written out; a run of repeating layers becomes {"cycle": [...], "num_layers": n}."""
+        return {name: _plain(value) for name, value in _fields(self)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls.parse(json.loads(text))
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=120)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Self:
+        try:
+            return cls.parse(yaml.safe_load(text))
+        except yaml.YAMLError as error:
+            raise SpecError("is not YAML: " + " ".join(str(error).split())) from None
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """A JSON schema (2020-12) of this spec with every kind that is registered now, for editors and validators."""
+        found: dict[str, Any] = {}
+        _define(cls, found)
+        return {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "$ref": f"#/$defs/{cls.__name__}",
+            "$defs": found,
+        }
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls.parse)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"spec": cls.__name__}
+
+    # -- change -----------------------------------------------------------------------------------------------------
+
+    def aliases(self) -> dict[str, Path]:
+        """Short names for deeper places, for `replace`; a block calls the op of its first branch `mixer`."""
+        return {}
+
+    def replace(self, path: str | None = None, value: Any = None, /, **fields: Any) -> Self:
+        """A copy with other values: `replace(eps=1e-5)`, or `replace("decoder.*.mixer.position.base", 1e6)`.
+
+        `*` stands for every item that has the rest of the path; a path that fits nowhere is an error that names what
+        is there. `....kind` puts the named part, with its defaults, in the slot. `....num_layers` repeats the cycle of
+        layers to another depth.
+        """
+        changed = _replaced(self, tuple(path.split(".")), value) if path else self
+        for name in fields:
+            _known(name, self._names(), f"field of {type(self).__name__}")
+        return dataclasses.replace(changed, **fields)  # type: ignore[type-var]
+
+
+class Part(Spec):
+    """A spec that fills a slot. A direct subclass is a slot; below it, classes register under their `kind`."""
+
+    kind: ClassVar[str] = ""
+    kinds: ClassVar[dict[str, type[Part]]] = {}
+
+    def __init_subclass__(cls, *, kind: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if Part in cls.__bases__:
+            cls.kinds = {}
+        cls.kind = kind
+        if kind:
+            clash = cls.kinds.setdefault(kind, cls)
+            if clash.__qualname__ != cls.__qualname__ or clash.__module__ != cls.__module__:
+                raise SpecError(f"kind {kind!r} is taken by {clash.__module__}.{clash.__qualname__}")
+            cls.kinds[kind] = cls
+
+    @classmethod
+    def choices(cls) -> dict[str, type[Part]]:
+        """The registered kinds that fit here."""
+        return {kind: choice for kind, choice in cls.kinds.items() if issubclass(choice, cls)}
+
+    @classmethod
+    def _concrete(cls, fields: dict[str, Any]) -> type[Self]:
+        kind = fields.pop("kind", cls.kind)
+        if not kind:
+            raise SpecError(f"needs a `kind`; known: {', '.join(sorted(cls.choices()))}")
+        _known(kind, cls.choices(), f"kind of {cls.__name__.lower()}")
+        return typing.cast(type[Self], cls.choices()[kind])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **super().to_dict()}
+
+
+def cycle(items: Sequence[T], num_layers: int) -> tuple[T, ...]:
+    """Repeat `items` in order until there are `num_layers` of them: `cycle([local] * 5 + [wide], 26)`."""
+    if not items or num_layers < 0:
+        raise SpecError(f"a cycle needs at least one layer and a length >= 0, but has {len(items)} and {num_layers}")
+    return tuple(items[i % len(items)] for i in range(num_layers))
+
+
+def diff(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """Where two specs differ: `[(path, value in a, value in b)]`, from the top down; `None` for "not there"."""
+    if a == b:
+        return []
+    left, right = _children(a), _children(b)
+    if type(a) is not type(b) or left is None or right is None:
+        return [(path, a, b)]
+    names = list(dict.fromkeys([*left, *right]))
+    return [
+        found
+        for name in names
+        for found in diff(left.get(name), right.get(name), f"{path}.{name}" if path else str(name))
+    ]
+
+
+# -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _fields(spec: Spec) -> Iterator[tuple[str, Any]]:
+    return ((name, getattr(spec, name)) for name in spec._names())
+
+
+def _dataclass_fields(cls: type[Spec]) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(typing.cast(Any, cls))
+
+
+def _default(cls: type[Spec], name: str) -> Any:
+    return next(field.default for field in _dataclass_fields(cls) if field.name == name)
+
+
+def _required(cls: type[Spec]) -> list[str]:
+    return [field.name for field in _dataclass_fields(cls) if field.default is dataclasses.MISSING]
+
+
+@functools.cache
+def _adapters(cls: Any) -> dict[str, pydantic.TypeAdapter[Any]]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: pydantic.TypeAdapter(hints[name]) for name in cls._names()}
+
+
+def _validated(adapter: pydantic.TypeAdapter[Any], value: Any, name: str) -> Any:
+    try:
+        return adapter.validate_python(value)
+    except pydantic.ValidationError as error:
+        raise _explained(error, name) from None
+
+
+def _explained(error: pydantic.ValidationError, name: str) -> SpecError:
+    """The first thing that is wrong, in one sentence."""
+    first = error.errors()[0]
+    path: Path = (
+        name,
+        *(key for key in first["loc"] if isinstance(key, int)),
+    )  # the words in a loc name union branches
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, SpecError):
+        return inner.within(path)
+    return SpecError(f"{first['msg'][0].lower()}{first['msg'][1:]}, but is {first['input']!r}", path)
+
+
+def _known(name: str, known: Iterable[str], what: str, fault: type[SpecError] = SpecError) -> None:
+    names = sorted(known)
+    if name not in names:
+        close = difflib.get_close_matches(str(name), names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise fault(f"unknown {what} {name!r}; {hint}known: {', '.join(names) or 'none'}")
+
+
+def _unrolled(value: Any) -> Any:
+    if isinstance(value, Mapping) and set(value) == {"cycle", "num_layers"}:
+        return cycle(value["cycle"], value["num_layers"])
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Spec):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        period = _period(value)
+        items = [_plain(item) for item in value[:period]]
+        return {"cycle": items, "num_layers": len(value)} if period < len(value) else items
+    return value
+
+
+def _period(items: Sequence[Any]) -> int:
+    """The shortest cycle that gives `items` (specs only; other tuples are written out)."""
+    if not all(isinstance(item, Spec) for item in items):
+        return len(items)
+    for period in range(1, len(items)):
+        if all(items[i] == items[i - period] for i in range(period, len(items))):
+            return period
+    return len(items)
+
+
+def _children(node: Any) -> dict[str, Any] | None:
+    if isinstance(node, Spec):
+        return dict(_fields(node))
+    return {str(i): item for i, item in enumerate(node)} if isinstance(node, tuple) else None
+
+
+def _replaced(node: Any, path: Path, value: Any) -> Any:
+    if not path:
+        return value
+    head, rest = path[0], path[1:]
+    if isinstance(node, tuple):
+        return _replaced_items(node, str(head), rest, value)
+    if not isinstance(node, Spec):
+        raise NoSuchPlace(f"has nothing below it, but the path goes on to {head!r}")
+    if head in node.aliases():
+        return _replaced(node, (*node.aliases()[str(head)], *rest), value)
+    _known(str(head), [*node._names(), *node.aliases()], f"field of {type(node).__name__}", NoSuchPlace)
+    if rest == ("kind",):
+        return dataclasses.replace(node, **{str(head): {"kind": value}})  # type: ignore[type-var]
+    changed = _located(lambda: _replaced(getattr(node, str(head)), rest, value), str(head))
+    return dataclasses.replace(node, **{str(head): changed})  # type: ignore[type-var]
+
+
+def _replaced_items(items: tuple[Any, ...], head: str, rest: Path, value: Any) -> tuple[Any, ...]:
+    if head == "num_layers" and not rest:
+        return cycle(items[: _period(items)], value)
+    if head != "*":
+        _known(head, [*map(str, range(len(items))), "*", "num_layers"], "item", NoSuchPlace)
+        at = int(head)
+        changed = _located(lambda: _replaced(items[at], rest, value), head)
+        return (*items[:at], changed, *items[at + 1 :])
+    results, misses = [], []
+    for i, item in enumerate(items):
+        try:
+            results.append(_located(functools.partial(_replaced, item, rest, value), str(i)))
+        except NoSuchPlace as miss:
+            misses.append(miss)
+            results.append(item)
+    if len(misses) == len(items):
+        raise misses[0] if misses else NoSuchPlace("`*` matches nothing: there are no items")
+    return tuple(results)
+
+
+def _located(change: Callable[[], Any], name: str) -> Any:
+    try:
+        return change()
+    except SpecError as error:
+        raise error.within((name,)) from None
+
+
+def _define(cls: type[Spec], found: dict[str, Any]) -> None:
+    """Put the schema of `cls`, and of all that it mentions, into `found`."""
+    if cls.__name__ in found:
+        return
+    found[cls.__name__] = {}
+    if issubclass(cls, Part) and not cls.kind:
+        choices = cls.choices().values()
+        found[cls.__name__] = {"anyOf": [{"$ref": f"#/$defs/{choice.__name__}"} for choice in choices]}
+        for choice in choices:
+            _define(choice, found)
+        return
+    properties = {name: adapter.json_schema() for name, adapter in _adapters(typing.cast(Any, cls)).items()}
+    hints = typing.get_type_hints(cls)
+    for mentioned in (part for name in properties for part in _mentioned(hints[name])):
+        _define(mentioned, found)
+    tag = {"kind": {"const": cls.kind}} if issubclass(cls, Part) else {}
+    found[cls.__name__] = {
+        "type": "object",
+        "description": (cls.__doc__ or "").strip().split("\n")[0],
+        "properties": {**tag, **{name: _referring(schema) for name, schema in properties.items()}},
+        "required": [*tag, *_required(cls)],
+        "additionalProperties": False,
+    }
+
+
+def _mentioned(hint: Any) -> Iterator[type[Spec]]:
+    if isinstance(hint, type) and issubclass(hint, Spec):
+        yield hint
+    for inner in typing.get_args(hint):
+        yield from _mentioned(inner)
+
+
+def _referring(schema: Any) -> Any:
+    """pydantic's schema of a field, with `{"spec": name}` turned into a reference."""
+    if isinstance(schema, dict):
+        if set(schema) == {"spec"}:
+            return {"$ref": f"#/$defs/{schema['spec']}"}
+        return {key: _referring(value) for key, value in schema.items()}
+    return [_referring(item) for item in schema] if isinstance(schema, list) else schema
