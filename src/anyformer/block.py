@@ -10,7 +10,7 @@ Every published wiring is one equation, x ← after(x + scale · post(op(pre(x))
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -70,19 +70,19 @@ class Block(Spec):
             raise SpecError("a parallel block has one sum, so its branches cannot have `after`")
 
     @classmethod
-    def pre(cls, *ops: Op, norm: Norm, dropout: float = 0.0) -> Self:
+    def pre(cls, *ops: Op, norm: Norm, dropout: float = 0.0) -> Block:
         return cls(tuple(Branch(op, pre=norm, dropout=dropout) for op in ops))
 
     @classmethod
-    def post(cls, *ops: Op, norm: Norm, dropout: float = 0.0) -> Self:
+    def post(cls, *ops: Op, norm: Norm, dropout: float = 0.0) -> Block:
         return cls(tuple(Branch(op, after=norm, dropout=dropout) for op in ops))
 
     @classmethod
-    def sandwich(cls, *ops: Op, norm: Norm, dropout: float = 0.0) -> Self:
+    def sandwich(cls, *ops: Op, norm: Norm, dropout: float = 0.0) -> Block:
         return cls(tuple(Branch(op, pre=norm, post=norm, dropout=dropout) for op in ops))
 
     @classmethod
-    def parallel(cls, *ops: Op, norm: Norm, one_norm: bool = False, dropout: float = 0.0) -> Self:
+    def parallel(cls, *ops: Op, norm: Norm, one_norm: bool = False, dropout: float = 0.0) -> Block:
         """Each op behind a norm of its own, or all behind one (`one_norm`)."""
         own = None if one_norm else norm
         branches = tuple(Branch(op, pre=own, dropout=dropout) for op in ops)
@@ -103,9 +103,8 @@ class Block(Spec):
         return {name: ("branches", str(i), "op") for i, name in enumerate(self.names())}
 
     def cost(self, dim: int, length: int) -> Cost:
-        return Cost().plus(
-            *(branch.cost(dim, length) for branch in self.branches), *([self.norm.cost(dim, length)] if self.norm else [])
-        )
+        norm = [self.norm.cost(dim, length)] if self.norm else []
+        return Cost().plus(*(branch.cost(dim, length) for branch in self.branches), *norm)
 
     def build(self, dim: int, shared: Shared) -> BlockModule:
         return BlockModule(self, dim, shared)

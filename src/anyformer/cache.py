@@ -5,9 +5,9 @@
     logits = model(ids, tokens.after(), cache=cache)
 
 Memory is laid out once and written in place. A layer whose pattern reaches back n positions keeps a ring of n slots;
-others keep `max_len`. `append` gives back the keys *and their tokens*: as masks speak of positions, the order of slots
-is free, and rings, left padding and ragged batches need no special mask. Where tokens sit is kept once for all layers of
-one size, not once a layer.
+others keep `max_len`. `append` gives back the keys *and their tokens*: as masks speak of positions, the order of
+slots is free, and rings, left padding and ragged batches need no special mask. Where tokens sit is kept once for all
+layers of one size, not once a layer.
 """
 
 from __future__ import annotations

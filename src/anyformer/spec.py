@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import json
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,8 @@ class NoSuchPlace(SpecError):
 @dataclass_transform(frozen_default=True)
 class Spec:
     """Base of all specs. Subclass it with annotated fields; override `check` for rules that join several fields."""
+
+    __no_type_check__: ClassVar[bool] = True  # a field also takes plain data, so run-time checkers leave it to pydantic
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -237,8 +240,15 @@ def _required(cls: type[Spec]) -> list[str]:
 
 @functools.cache
 def _adapters(cls: Any) -> dict[str, pydantic.TypeAdapter[Any]]:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {name: pydantic.TypeAdapter(hints[name]) for name in cls._names()}
+    return {name: pydantic.TypeAdapter(hint) for name, hint in _hints(cls).items()}
+
+
+def _hints(cls: type[Spec]) -> dict[str, Any]:
+    """The types of the fields, each read where its class was written."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        found |= inspect.get_annotations(base, eval_str=True)
+    return {name: found[name] for name in cls._names()}
 
 
 def _validated(adapter: pydantic.TypeAdapter[Any], value: Any, name: str) -> Any:
@@ -357,8 +367,7 @@ def _define(cls: type[Spec], found: dict[str, Any]) -> None:
             _define(choice, found)
         return
     properties = {name: adapter.json_schema() for name, adapter in _adapters(typing.cast(Any, cls)).items()}
-    hints = typing.get_type_hints(cls)
-    for mentioned in (part for name in properties for part in _mentioned(hints[name])):
+    for mentioned in (part for hint in _hints(cls).values() for part in _mentioned(hint)):
         _define(mentioned, found)
     tag = {"kind": {"const": cls.kind}} if issubclass(cls, Part) else {}
     found[cls.__name__] = {

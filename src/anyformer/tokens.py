@@ -22,9 +22,9 @@ class Tokens:
     their fast path and need no mask. `start` is a promise about `pos` and `seg`; the constructors keep it.
     """
 
-    pos: Int[Tensor, "B T"]
-    seg: Int[Tensor, "B T"]
-    mark: Bool[Tensor, "B T"] | None = None
+    pos: Int[Tensor, "*BT"]
+    seg: Int[Tensor, "*BT"]
+    mark: Bool[Tensor, "*BT"] | None = None
     start: int | None = None
     ordered: bool = True
 

@@ -42,10 +42,10 @@ _CJK_FAMILIES = (
 
 def plot_loss(
     path: str | Path,
-    steps: Sequence[float],
-    train_loss: Sequence[float],
-    eval_steps: Sequence[float],
-    eval_loss: Sequence[float],
+    steps: Sequence[int | float],
+    train_loss: Sequence[int | float],
+    eval_steps: Sequence[int | float],
+    eval_loss: Sequence[int | float],
     *,
     title: str,
 ) -> None:
@@ -87,7 +87,7 @@ def text_mask(mask: Mask) -> str:
     return "\n".join("".join("█" if seen else "·" for seen in row) for row in _array(mask))
 
 
-def _pairs(name: str, steps: Sequence[float], values: Sequence[float]) -> tuple[Numbers, Numbers]:
+def _pairs(name: str, steps: Sequence[int | float], values: Sequence[int | float]) -> tuple[Numbers, Numbers]:
     if len(steps) != len(values):
         raise ValueError(f"{name} must have one value per step ({len(steps)}), but has {len(values)}.")
     return np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
@@ -174,17 +174,24 @@ def _label_ends(axes: Axes, lines: Sequence[tuple[Numbers, Numbers, str]]) -> No
 
 def _draw_mask(axes: Axes, name: str, mask: NDArray[np.bool_]) -> None:
     queries, keys = mask.shape
-    axes.imshow(mask.astype(float), cmap=_SEEN, vmin=0, vmax=1, extent=(-0.5, keys - 0.5, queries - 0.5, -0.5))
     _title(axes, name, width=32, pad=20)
-    note = f"{mask.mean():.0%} seen, {queries} × {keys}" if mask.size else "empty"
+    note = f"{mask.mean():.0%} seen, {queries} × {keys}" if mask.size else f"empty, {queries} × {keys}"
     axes.annotate(note, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", color=_FAINT)
     axes.set_xlabel("key", color=_INK)
     axes.set_ylabel("query", color=_INK)
+    if mask.size:
+        axes.imshow(mask.astype(float), cmap=_SEEN, vmin=0, vmax=1)
+        _frame_mask(axes, queries, keys)
+    else:
+        axes.set(xticks=[], yticks=[])
+
+
+def _frame_mask(axes: Axes, queries: int, keys: int) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
     axes.tick_params(colors=_INK, length=0, labelsize=8)
     axes.spines[:].set_visible(False)
-    if max(mask.shape) <= 40:
+    if max(queries, keys) <= 40:  # lines between the cells, while cells can be told apart
         axes.set_xticks(np.arange(keys + 1) - 0.5, minor=True)
         axes.set_yticks(np.arange(queries + 1) - 0.5, minor=True)
         axes.grid(which="minor", color="white", linewidth=1)
@@ -195,7 +202,7 @@ def _array(mask: Mask) -> NDArray[np.bool_]:
     return mask.detach().cpu().numpy() if isinstance(mask, Tensor) else mask
 
 
-def _title(axes: Axes, title: str, *, width: int, pad: float) -> None:
+def _title(axes: Axes, title: str, *, width: int, pad: int) -> None:
     families = _families()
     shown = textwrap.fill(_drawable(title, families), width)
     axes.set_title(shown, loc="left", fontfamily=list(families), color=_INK, fontsize=12, pad=pad, parse_math=False)

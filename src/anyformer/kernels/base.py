@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -55,15 +56,18 @@ class Request:
         return self.once("bias", position.key(), lambda: position.at_scores(self.q_tokens, self.k_tokens))
 
 
-class Kernel(Protocol):
+class Kernel(abc.ABC):
     """A way to compute a request."""
 
     name: str
 
+    @abc.abstractmethod
     def rejects(self, request: Request) -> str | None:
         """Why this kernel cannot honour the request; None if it can. No field may be ignored."""
 
-    def __call__(self, request: Request) -> Float[Tensor, "B T H K"]: ...
+    @abc.abstractmethod
+    def __call__(self, request: Request) -> Float[Tensor, "B T H K"]:
+        """The attention that was asked for."""
 
 
 def choose(request: Request, kernels: Sequence[Kernel], forced: str | Kernel | None = None) -> Kernel:

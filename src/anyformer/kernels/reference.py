@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anyformer.kernels.base import Request, grouped
+from anyformer.kernels.base import Kernel, Request, grouped
 from anyformer.parts.precision import at_least_float32
 
 __all__ = ["Reference"]
 
 
-class Reference:
+class Reference(Kernel):
     """softmax(q kᵀ / √K) v (Vaswani et al. 2017, equation 1) in float32 at least, float64 if the inputs are."""
 
     name = "reference"

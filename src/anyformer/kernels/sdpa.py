@@ -7,12 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from anyformer.kernels.base import Request
+from anyformer.kernels.base import Kernel, Request
 
 __all__ = ["Sdpa"]
 
 
-class Sdpa:
+class Sdpa(Kernel):
     name = "sdpa"
 
     def rejects(self, request: Request) -> str | None:

@@ -12,7 +12,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from anyformer.spec import Part
 
-__all__ = ["DynamicNTK", "Frequencies", "Linear", "Llama3", "NTK", "Plain", "YaRN"]
+__all__ = ["NTK", "DynamicNTK", "Frequencies", "Linear", "Llama3", "Plain", "YaRN"]
 
 
 class Frequencies(Part):
@@ -55,7 +55,7 @@ class Linear(Frequencies, kind="linear"):
 
 
 class NTK(Frequencies, kind="ntk"):
-    """NTK-aware scaling (bloc97 2023): a larger base, so that slow pairs stretch by `factor` and fast ones hardly do."""
+    """NTK-aware scaling (bloc97 2023): a larger base, so that slow pairs stretch by `factor`, fast ones hardly."""
 
     factor: PositiveFloat
 
@@ -116,7 +116,7 @@ class YaRN(Frequencies, kind="yarn"):
 
 
 class Llama3(Frequencies, kind="llama3"):
-    """Llama 3.1's schedule: pairs with a short wavelength stay, those with a long one slow by `factor`, a ramp between."""
+    """Llama 3.1's schedule: short wavelengths stay, long ones slow down by `factor`, with a ramp between."""
 
     factor: PositiveFloat = 8.0
     low_freq_factor: PositiveFloat = 1.0

@@ -108,7 +108,7 @@ class Window(Pattern, kind="window"):
 
 
 class Prefix(Pattern, kind="prefix"):
-    """Every token sees the first `size` tokens. `Causal() | Prefix(n)` is the prefix language model (T5, section 3.2)."""
+    """Every token sees the first `size` tokens. `Causal() | Prefix(n)` is T5's prefix language model (section 3.2)."""
 
     size: NonNegativeInt
 
@@ -190,4 +190,4 @@ def _least(bounds: Iterable[int | None]) -> int | None:
 def _most(bounds: Iterable[int | None]) -> int | None:
     """The loosest bound; None is no bound."""
     known = list(bounds)
-    return None if None in known else max(known)
+    return None if None in known else max(bound for bound in known if bound is not None)
