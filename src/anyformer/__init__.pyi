@@ -1,7 +1,13 @@
 from .block import Block as Block
 from .block import Branch as Branch
 from .cache import Cache as Cache
+from .checkpoint.run import Run as Run
+from .checkpoint.run import load as load
+from .checkpoint.run import save as save
 from .cost import Cost as Cost
+from .generate.loop import Generation as Generation
+from .generate.loop import generate as generate
+from .generate.loop import stream as stream
 from .generate.sampling import Sampling as Sampling
 from .kernels import KERNELS as KERNELS
 from .kernels.base import Request as Request
@@ -47,6 +53,7 @@ from .parts.position import PositionModule as PositionModule
 from .parts.position import RelativeBias as RelativeBias
 from .parts.position import Rotary as Rotary
 from .parts.position import Sinusoidal as Sinusoidal
+from .presets import preset as preset
 from .spec import Part as Part
 from .spec import Spec as Spec
 from .spec import SpecError as SpecError

@@ -10,6 +10,8 @@ Every published wiring is one equation, x ← after(x + scale · post(op(pre(x))
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import Any, Literal
 
 import torch
@@ -17,6 +19,7 @@ from jaxtyping import Float
 from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 
+from anyformer import parts
 from anyformer.context import Context
 from anyformer.cost import Cost
 from anyformer.parts.attention import CrossAttention
@@ -26,6 +29,9 @@ from anyformer.parts.precision import saturate
 from anyformer.spec import Path, Spec, SpecError
 
 __all__ = ["Block", "BlockModule", "Branch", "BranchModule", "Stack"]
+
+for _, name, _ in pkgutil.iter_modules(parts.__path__):  # so that a spec read from a file finds every kind
+    importlib.import_module(f"{parts.__name__}.{name}")
 
 
 class Branch(Spec):
@@ -122,7 +128,7 @@ class BranchModule(nn.Module):
 
     def delta(self, x: Float[Tensor, "B T D"], ctx: Context) -> Result:
         out, aux = self.op(self.pre(x), ctx)
-        out = self.dropout(self.post(out))
+        out = self.dropout(self.post(saturate(out)))
         return (out if self.scale == 1.0 else out * self.scale), aux
 
     def forward(self, x: Float[Tensor, "B T D"], ctx: Context) -> Result:
@@ -158,8 +164,8 @@ class BlockModule(nn.Module):
         normed = self.norm(x)
         results = [branch.delta(normed, ctx) for branch, ctx in steps]
         for out, _ in results:
-            x = x + out
-        return saturate(x), _mean([aux for _, aux in results])
+            x = saturate(x + out)
+        return x, _mean([aux for _, aux in results])
 
     def new_stores(self, cache: Any) -> list[Any]:
         return [branch.op.new_store(cache) for branch in self.branches()]

@@ -38,7 +38,6 @@ class Cache:
         self.stores: list[list[Store | Memory | None]] = []
         self._slots: dict[int, Slots] = {}
         self._frontier = 0
-        self._least_end = 0
 
     def keys_values(self, num_heads: int, head_dim: int, pattern: Pattern) -> Store:
         """A store for one attention layer, as large as its pattern needs."""
@@ -72,14 +71,17 @@ class Cache:
                 f"the cache holds {self.max_len} tokens, of which {self.used} are used, so {tokens.length} more do not "
                 f"fit: make it with max_len={self.used + tokens.length} or more"
             )
-        if not self._frontier or not tokens.length:
-            return
-        if self.used and self._least_end < self._frontier:
+        if self._frontier and self.used and tokens.batch and self._splits_prefix(tokens):
             raise ValueError(
                 f"the first piece must hold the whole prefix of {self._frontier} tokens, which see one another"
             )
-        ends = tokens.pos.masked_fill(~tokens.real, -1).amax(1) + 1
-        self._least_end = int(ends.min()) if ends.numel() else self._frontier
+
+    def _splits_prefix(self, tokens: Tokens) -> bool:
+        """Whether a row goes on, at its first real token, with a document whose prefix began in an earlier piece."""
+        if tokens.start is not None:
+            return tokens.length > 0 and 0 < tokens.start < self._frontier
+        first = tokens.real & (tokens.real.cumsum(1) == 1)
+        return bool((first & (tokens.pos > 0) & (tokens.pos < self._frontier)).any())
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyformer.tokens import Tokens
 
-__all__ = ["Context"]
+__all__ = ["Context", "once"]
 
 T = TypeVar("T")
 
@@ -34,9 +34,21 @@ class Context:
         """The same context, with the cache store of one branch."""
         return self if store is self.store else dataclasses.replace(self, store=store)
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """`make()`, but only the first time in this pass that `key` is asked for."""
-        if key not in self.memo:
-            self.memo[key] = make()
-        found: T = self.memo[key]
-        return found
+    def once(self, key: Hashable, tokens: tuple[Tokens, ...], make: Callable[[], T]) -> T:
+        """`make()`, but only the first time in this pass that `key` is asked for with these very `tokens`."""
+        return once(self.memo, key, tokens, make)
+
+
+def once(memo: dict[Hashable, Any], key: Hashable, tokens: tuple[Tokens, ...], make: Callable[[], T]) -> T:
+    """What `memo` holds for `key` and these very `tokens`; made if it is not there.
+
+    Tokens are compared with `is`, not hashed: a compiler would hash their fields, and compile each step anew.
+    """
+    known = memo.setdefault(key, [])
+    for made_for, value in known:
+        if all(a is b for a, b in zip(made_for, tokens, strict=True)):
+            found: T = value
+            return found
+    made = make()
+    known.append((tokens, made))
+    return made

@@ -21,9 +21,10 @@ def replacing(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
     try:
         encoding, newline = (None, None) if "b" in mode else ("utf-8", "")
-        with os.fdopen(handle, mode, encoding=encoding, newline=newline) as file:
+        with open(temporary, mode, encoding=encoding, newline=newline) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

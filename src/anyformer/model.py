@@ -109,13 +109,13 @@ class TransformerSpec(Spec):
     def _counted_twice(self, blocks: tuple[Block, ...]) -> int:
         """Parameters of position schemes that the layers of a stack share."""
         ops = [branch.op for block in blocks for branch in block.branches if isinstance(branch.op, Attention)]
-        seen: set[Position] = set()
+        seen: set[tuple[Position, int]] = set()
         twice = 0
         for op in ops:
-            if op.position is not None and op.position in seen:
+            if op.position is not None and (op.position, op.num_heads) in seen:
                 twice += op.position.cost(op.width(self.dim), op.num_heads).params
             elif op.position is not None:
-                seen.add(op.position)
+                seen.add((op.position, op.num_heads))
         return twice
 
 
@@ -223,6 +223,8 @@ class Transformer(nn.Module):
         tokens = self._tokens(ids, tokens, cache.used if cache else 0)
         x = self._embed("decoder", ids, tokens, types)
         if cache is not None:
+            if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+                raise ValueError("a cache keeps no gradients: call the model under torch.inference_mode()")
             context_len = context_len or cache.max_len
             cache.advance(tokens)
         ctx = Context(

@@ -71,7 +71,7 @@ class Spec:
         """Raise ValueError if the fields do not go together."""
 
     def __repr__(self) -> str:
-        shown = (f"{name}={value!r}" for name, value in _fields(self) if value != _default(type(self), name))
+        shown = (f"{name}={value!r}" for name, value in self.items() if value != _default(type(self), name))
         return f"{type(self).__name__}({', '.join(shown)})"
 
     # -- data both ways ---------------------------------------------------------------------------------------------
@@ -104,9 +104,13 @@ class Spec:
     def _names(cls) -> list[str]:
         return [field.name for field in _dataclass_fields(cls)]
 
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Each field's name and value."""
+        return ((name, getattr(self, name)) for name in self._names())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, every field written out; a run of repeating layers becomes {"cycle": [...], "num_layers": n}."""
-        return {name: _plain(value) for name, value in _fields(self)}
+        return {name: _plain(value) for name, value in self.items()}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
@@ -222,10 +226,6 @@ def diff(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def _fields(spec: Spec) -> Iterator[tuple[str, Any]]:
-    return ((name, getattr(spec, name)) for name in spec._names())
-
-
 def _dataclass_fields(cls: type[Spec]) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(typing.cast(Any, cls))
 
@@ -307,7 +307,7 @@ def _period(items: Sequence[Any]) -> int:
 
 def _children(node: Any) -> dict[str, Any] | None:
     if isinstance(node, Spec):
-        return dict(_fields(node))
+        return dict(node.items())
     return {str(i): item for i, item in enumerate(node)} if isinstance(node, tuple) else None
 
 

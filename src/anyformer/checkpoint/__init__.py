@@ -1,1 +1,1 @@
-"""TODO"""
+"""Checkpoints: models on disk."""

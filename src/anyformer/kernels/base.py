@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from anyformer.context import once
 from anyformer.parts.pattern import Pattern
 from anyformer.parts.position import PositionModule
 from anyformer.tokens import Tokens
@@ -39,10 +40,7 @@ class Request:
     memo: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
     def once(self, what: str, key: Hashable, make: Callable[[], Any]) -> Any:
-        full = (what, key, self.q_tokens, self.k_tokens)
-        if full not in self.memo:
-            self.memo[full] = make()
-        return self.memo[full]
+        return once(self.memo, (what, key), (self.q_tokens, self.k_tokens), make)
 
     def mask(self) -> Bool[Tensor, "b T S"]:
         """True where query t sees key s."""

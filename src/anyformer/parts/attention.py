@@ -208,11 +208,11 @@ def attend(
 def _position(spec: Position | None, width: int, num_heads: int, shared: Shared) -> PositionModule:
     if spec is None:
         return PositionModule(Position())
-    module = shared.get(spec)
+    module = shared.get((spec, num_heads))
     if module is None:
         module = spec.build(width, num_heads)
         if module.shared:
-            shared[spec] = module
+            shared[spec, num_heads] = module
     assert isinstance(module, PositionModule)
     return module
 

@@ -91,7 +91,7 @@ class LMHead(Head, kind="lm"):
         return LMHeadModule(self, dim, vocab_size)
 
     def cost(self, dim: int, vocab_size: int, length: int) -> Cost:
-        kept = Cost(activations=length * (dim + vocab_size))
+        kept = Cost(activations=length * (dim + vocab_size * (2 if self.softcap else 1)))
         return kept.plus(linear(dim, vocab_size, length, self.bias))
 
 

@@ -68,7 +68,7 @@ class GatedFFN(FeedForward, kind="gated_ffn"):
 
     def cost(self, dim: int, length: int) -> Cost:
         sizes = ((dim, self.hidden), (dim, self.hidden), (self.hidden, dim))
-        kept = Cost(activations=length * (dim + 4 * self.hidden))
+        kept = Cost(activations=length * (dim + (3 if self.activation == "relu" else 4) * self.hidden))
         return kept.plus(*(linear(i, o, length, self.bias) for i, o in sizes))
 
 

@@ -45,9 +45,10 @@ class MoE(FeedForward, kind="moe"):
             params=self.num_experts * expert.params,
             active=self.top_k * expert.active,
             flops=self.top_k * expert.flops,
-            activations=self.top_k * (expert.activations + dim * length),
+            activations=self.top_k * (expert.activations + 2 * dim * length),
         )
-        return router.plus(used, *([self.shared.cost(dim, length)] if self.shared else []))
+        kept = Cost(activations=length * (dim + 2 * self.num_experts))
+        return router.plus(kept, used, *([self.shared.cost(dim, length)] if self.shared else []))
 
 
 class MoEModule(OpModule):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
 
 from anyformer.context import Context
 from anyformer.cost import Cost
-from anyformer.spec import Part, Spec
+from anyformer.spec import Part
 
 __all__ = ["FeedForward", "Mixer", "Op", "OpModule", "Result", "Shared"]
 
 Result = tuple[Tensor, Tensor | None]
 """What an op gives: its output (B, T, D), and an auxiliary loss (a scalar) or None."""
 
-Shared = dict[Spec, nn.Module]
-"""Modules that all layers of one stack share, by their spec."""
+Shared = dict[Hashable, nn.Module]
+"""Modules that all layers of one stack share, by their spec and whatever else shapes them."""
 
 
 class Op(Part):

@@ -187,8 +187,8 @@ class RotaryModule(PositionModule):
         spec = self.spec
         assert isinstance(spec, Rotary)
         width, length = x.shape[-1], ctx.context_len
-        key = ("phases", spec, width, length, tokens)
-        cos, sin = ctx.once(key, lambda: spec.phases(tokens.row().pos, width, length))
+        key = ("phases", spec, width, length)
+        cos, sin = ctx.once(key, (tokens,), lambda: spec.phases(tokens.row().pos, width, length))
         return rotate(x, cos, sin, spec.layout)
 
 
@@ -281,11 +281,11 @@ class RelativeBias(Position, kind="relative_bias"):
         ]
         return [*range(1, e + 1), *least]
 
-    def bucket(self, distance: Int[Tensor, "*B"]) -> Int[Tensor, "*B"]:
-        """Bucket of `distance` = query's position - key's."""
+    def bucket(self, distance: Int[Tensor, "*B"], thresholds: list[int] | None = None) -> Int[Tensor, "*B"]:
+        """Bucket of `distance` = query's position - key's; `thresholds` are this spec's, if they are at hand."""
         back = distance.abs() if self.bidirectional else distance.clamp(min=0)
-        thresholds = torch.tensor(self.thresholds(), device=distance.device)
-        bucket = torch.bucketize(back, thresholds, right=True)
+        edges = torch.tensor(thresholds or self.thresholds(), device=distance.device)
+        bucket = torch.bucketize(back, edges, right=True)
         return bucket + self._one_way() * (distance < 0) if self.bidirectional else bucket
 
 
@@ -294,12 +294,13 @@ class RelativeBiasModule(PositionModule):
 
     def __init__(self, spec: RelativeBias, num_heads: int) -> None:
         super().__init__(spec)
+        self.thresholds = spec.thresholds()
         self.table = nn.Parameter(torch.zeros(spec.num_buckets, num_heads))
 
     def at_scores(self, q: Tokens, k: Tokens) -> Float[Tensor, "b H T S"]:
         spec = self.spec
         assert isinstance(spec, RelativeBias)
-        return nn.functional.embedding(spec.bucket(_distance(q, k)), self.table).permute(0, 3, 1, 2)
+        return nn.functional.embedding(spec.bucket(_distance(q, k), self.thresholds), self.table).permute(0, 3, 1, 2)
 
     def key(self) -> Hashable:
         return self

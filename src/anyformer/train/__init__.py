@@ -1,1 +1,1 @@
-"""TODO"""
+"""Training: a loop that knows nothing of the task it trains."""

@@ -1,0 +1,47 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED)  ## install, train a small GPT on Python's own library for 85 seconds, generate, draw the loss
+	rm -rf runs/demo
+	$(BIN)/anyformer train gpt-mini --data stdlib --seconds 85 --steps 100000 --out runs/demo
+	$(BIN)/anyformer generate runs/demo "def main(" --temperature 0.6 --top-p 0.95 --max-new-tokens 120 --seed 1
+
+test: check test-fast  ## everything that CI runs
+
+check: $(INSTALLED)  ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test-fast: $(INSTALLED)  ## the tests, but for the slow lane
+	$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED)  ## the slow lane: tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+bench: $(INSTALLED)  ## speed, as ratios to peers measured in the same run; results in benchmarks/results
+	$(BIN)/pip install -q -c constraints.txt -e .[bench]
+	$(BIN)/python benchmarks/training.py
+
+format: $(INSTALLED)  ## format and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove what was built, and runs/demo
+	rm -rf .venv runs/demo build dist .pytest_cache .mypy_cache .ruff_cache
+
+# torch comes first, and pinned: what depends on it then finds it there.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt -e .[dev]
+	touch $(INSTALLED)
+
+.PHONY: help demo test check test-fast test-slow bench format clean

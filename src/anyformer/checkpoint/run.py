@@ -1,0 +1,89 @@
+"""A run's folder: `spec.yaml`, `model.safetensors`, `tokenizer.json`. Weights are plain arrays (no pickle)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from anyformer.files import replacing, write_text
+from anyformer.model import Transformer, TransformerSpec
+
+__all__ = ["Run", "load", "load_weights", "read_spec", "save", "weights"]
+
+SPEC, WEIGHTS = "spec.yaml", "model.safetensors"
+
+
+class Run(NamedTuple):
+    """A model with what belongs to it; `tokenizer` is None where the folder has none."""
+
+    model: Transformer
+    tokenizer: Any
+    spec: TransformerSpec
+
+
+def save(model: Transformer, folder: str | Path, tokenizer: Any = None) -> None:
+    """Write spec, weights and tokenizer, each file whole or not at all."""
+    folder = Path(folder)
+    write_text(folder / SPEC, model.spec.to_yaml())
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    with replacing(folder / WEIGHTS) as file:
+        save_file({name: tensor.contiguous() for name, tensor in weights(model).items()}, file.name)
+
+
+def load(folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Run:
+    """The model (in evaluation mode), tokenizer and spec of a run. ValueError says what is missing or does not fit."""
+    folder = Path(folder)
+    spec = read_spec(folder)
+    model = spec.build(init=None, device=device, dtype=dtype)
+    load_weights(model, folder / WEIGHTS)
+    return Run(model.eval(), _tokenizer(folder), spec)
+
+
+def read_spec(folder: str | Path) -> TransformerSpec:
+    """The spec of a run."""
+    path = Path(folder) / SPEC
+    if not path.is_file():
+        what = "has no spec.yaml" if Path(folder).is_dir() else "is not a folder"
+        raise ValueError(f"{folder} {what}: name the folder that `anyformer train --out` wrote")
+    return TransformerSpec.from_yaml(path.read_text(encoding="utf-8"))
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter once, by its first name: shared and tied ones are not repeated."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Fill every parameter from a file; anything missing, left over or of another shape is an error that names it."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is missing: the run has no weights")
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            _fit(weights(model), {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}, path)  # noqa: SIM118
+            for name, parameter in weights(model).items():
+                parameter.copy_(file.get_tensor(name))
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+def _fit(wanted: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]], path: str | Path) -> None:
+    missing, extra = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if missing or extra:
+        said = [f"{word} {', '.join(names)}" for word, names in (("lacks", missing), ("has unknown", extra)) if names]
+        raise ValueError(f"{path} does not fit its spec: it {' and '.join(said)}")
+    for name, parameter in wanted.items():
+        if found[name] != tuple(parameter.shape):
+            raise ValueError(f"{path}: {name} must be {tuple(parameter.shape)}, but is {found[name]}")
+
+
+def _tokenizer(folder: Path) -> Any:
+    from anyformer.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None

@@ -1,0 +1,158 @@
+"""The command line. Each command reads its choices, calls the library, and prints; torch is imported only when used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["main"]
+
+
+class Sentences(click.Group):
+    """Prints a mistake of the user's as one sentence, with exit code 2; a traceback only with --debug."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            if ctx.params.get("debug"):
+                raise
+            mistake = isinstance(error, (ValueError, OSError))
+            said = str(error) if mistake else f"failed with {type(error).__name__}: {error} (see --debug)"
+            click.echo(f"anyformer: {' '.join(said.split())}", err=True)
+            ctx.exit(2 if mistake else 1)
+
+
+@click.group(cls=Sentences, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.version_option(package_name="anyformer")
+def cli(debug: bool) -> None:
+    """One Transformer made of parts: build it, train it, run it, look inside it.
+
+    MODEL is a preset (gpt-mini, bert-mini, t5-mini), a spec in YAML or JSON, or the folder of a run.
+    """
+
+
+SET = click.option(
+    "--set", "settings", multiple=True, metavar="PATH=VALUE", help="Change the spec: decoder.*.mixer.position.base=1e6"
+)
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--data", default="stdlib", show_default=True, help="A file, a folder, a glob, or stdlib.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the run.  [default: runs/MODEL]")
+@click.option("--steps", default=2000, show_default=True, help="Steps of the optimizer.")
+@click.option("--seconds", type=float, help="Stop after so many seconds of training, if that comes first.")
+@click.option("--batch-size", default=16, show_default=True, help="Windows a step.")
+@click.option("--length", default=256, show_default=True, help="Tokens a window.")
+@click.option("--lr", default=3e-3, show_default=True, help="Highest learning rate of AdamW.")
+@click.option("--vocab", default="2048", show_default=True, help="Size of the tokenizer to train, or `bytes`.")
+@click.option("--held-out", default=0.03, show_default=True, help="Share of the text that is kept for evaluation.")
+@click.option("--evaluations", default=10, show_default=True, help="How often to measure on held-out text.")
+@click.option("--prompt", default="", help="What samples begin with.  [default: a new document]")
+@click.option("--seed", default=0, show_default=True, help="Of weights, split and order.")
+@click.option("--compile", "compiled", is_flag=True, help="Compile the model first (pays on runs of many minutes).")
+@click.option("--resume", is_flag=True, help="Go on with the run in --out.")
+@SET
+def train(model: str, **choices: Any) -> None:
+    """Train MODEL on text, and write weights, metrics, samples and loss.png into a folder."""
+    from anyformer.cli.training import pretrain
+
+    choices["out"] = choices["out"] or Path("runs") / Path(model).stem
+    choices["vocab_size"] = _vocab(choices.pop("vocab"))
+    pretrain(_spec(model, choices.pop("settings")), **choices)
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("prompt", default="")
+@click.option("--temperature", default=1.0, show_default=True, help="0 always takes the likeliest token.")
+@click.option("--top-k", default=0, help="Choose among the k likeliest tokens; 0 for all.")
+@click.option("--top-p", default=1.0, help="Choose among the likeliest tokens that make up this share.")
+@click.option("--min-p", default=0.0, help="Leave out tokens less likely than this share of the likeliest.")
+@click.option("--repetition-penalty", default=1.0, help="Above 1: tokens that were seen become less likely.")
+@click.option("--max-new-tokens", default=256, show_default=True)
+@click.option("--stop", multiple=True, help="End before this text; may be given several times.")
+@click.option("--seed", type=int, help="Equal seeds give equal text.")
+def generate(run: Path, prompt: str, max_new_tokens: int, stop: tuple[str, ...], **choices: Any) -> None:
+    """Continue PROMPT with the model of RUN, as it is made. An empty prompt begins a new text."""
+    from anyformer.checkpoint.run import load
+    from anyformer.generate.loop import stream
+    from anyformer.generate.sampling import Sampling
+
+    sampling = Sampling(**choices)
+    loaded = load(run)
+    if loaded.tokenizer is None:
+        raise ValueError(f"{run} has no tokenizer.json, so text cannot be read or written")
+    click.echo(prompt, nl=False)
+    pieces = stream(loaded.model, loaded.tokenizer, prompt, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling)
+    try:
+        for piece in pieces:
+            click.echo(piece, nl=False)
+    except KeyboardInterrupt:
+        pass
+    click.echo()
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--length", default=1024, show_default=True, help="Tokens a sequence that costs are counted for.")
+@click.option("--batch-size", default=1, show_default=True, help="Sequences in a training batch.")
+@click.option("--yaml", "form", flag_value="yaml", help="Print the spec as YAML, to edit and train.")
+@click.option("--json", "form", flag_value="json", help="Print all figures as JSON.")
+@click.option("--mask", type=click.IntRange(1, 512), help="Draw who sees whom among so many tokens.")
+@click.option("--png", type=click.Path(path_type=Path), help="Also write the drawing of --mask here.")
+@SET
+def show(model: str, settings: tuple[str, ...], **choices: Any) -> None:
+    """Show MODEL as a tree with its cost: parameters, FLOPs, cache and training memory. No weights are made."""
+    from anyformer.cli.showing import show as show_model
+
+    show_model(_spec(model, settings), **choices)
+
+
+def _spec(source: str, settings: tuple[str, ...]) -> Any:
+    """The spec of a preset, a file or a run, with --set applied."""
+    import yaml
+
+    spec = _read_spec(source)
+    for setting in settings:
+        path, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set needs PATH=VALUE, but is {setting!r}")
+        spec = spec.replace(path, yaml.safe_load(value))
+    return spec
+
+
+def _read_spec(source: str) -> Any:
+    from anyformer.checkpoint.run import read_spec
+    from anyformer.model import TransformerSpec
+    from anyformer.presets import PRESETS, preset
+
+    path = Path(source)
+    if source in PRESETS or not path.exists():
+        return preset(source)
+    if path.is_dir():
+        return read_spec(path)
+    return TransformerSpec.from_yaml(path.read_text(encoding="utf-8"))
+
+
+def _vocab(choice: str) -> int | None:
+    if choice == "bytes":
+        return None
+    if not choice.isdecimal():
+        raise ValueError(f"--vocab must be a number or `bytes`, but is {choice!r}")
+    return int(choice)
+
+
+def main() -> None:
+    """The console script."""
+    cli(prog_name="anyformer")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Documents, the memory-mapped token store, and what a model must beat."""

@@ -1,0 +1,1 @@
+"""Generate: from a model and a prompt to new tokens and text."""
