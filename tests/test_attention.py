@@ -130,9 +130,8 @@ def test_softcap_and_scale_are_gemma2() -> None:
     groups.num_key_value_groups = 2
     hidden = torch.zeros(6, 6).masked_fill(~causal(6), -torch.inf)
     heads = (t.transpose(1, 2) for t in (q, k, v))
-    expected, weights = eager_attention_forward(groups.eval(), *heads, hidden[None, None], scaling=0.3, softcap=4.0)
+    expected, _ = eager_attention_forward(groups.eval(), *heads, hidden[None, None], scaling=0.3, softcap=4.0)
     torch.testing.assert_close(af.attend(q, k, v, scale=0.3, softcap=4.0), expected, rtol=0, atol=1e-6)
-    assert weights.max() < 1, "scores above 4 are not capped by much: the test would not see a missing cap"
     assert (af.attend(q, k, v, scale=0.3) - expected).abs().max() > 0.1
 
 
@@ -306,7 +305,11 @@ QKV = torch.zeros(1, 3, 4, 8)
         (QKV, {"tokens": af.Tokens.arange(1, 2)}, r"`tokens` must be for \(B, T\) = \(1, 3\), but are for \(1, 2\)"),
         (QKV, {"key_tokens": af.Tokens.arange(2, 3)}, r"`key_tokens` must be for \(B, T\) = \(1, 3\), but .* \(2, 3\)"),
         (QKV, {"kernel": "flash"}, "unknown kernel 'flash'; known: sdpa, reference"),
-        (QKV, {"kernel": "sdpa", "softcap": 2.0}, "kernel 'sdpa' was asked for, but torch's fused attention cannot cap"),
+        (
+            QKV,
+            {"kernel": "sdpa", "softcap": 2.0},
+            "kernel 'sdpa' was asked for, but torch's fused attention cannot cap",
+        ),
         (QKV, {"position": af.Learned(8)}, "position 'learned' acts on the input, which attention does not see"),
     ],
 )
@@ -327,11 +330,17 @@ def test_attend_full_takes_more_queries_than_keys() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: af.Attention(4, position=af.Learned(8)), "position 'learned' acts on the input: put it in `embed.position`"),
+        (
+            lambda: af.Attention(4, position=af.Learned(8)),
+            "position 'learned' acts on the input: put it in `embed.position`",
+        ),
         (lambda: af.Attention(4, dropout=1.0), "`dropout` must be below 1, but is 1.0"),
         (lambda: af.CrossAttention(4, position=af.Rotary()), "positions of two different texts cannot be compared"),
         (lambda: af.CrossAttention(4, pattern=af.Causal()), "positions of two different texts cannot be compared"),
-        (lambda: af.Attention(4).build(6, {}), r"`dim` must be a multiple of `num_heads` \(4\), but is 6: or give `head_dim`"),
+        (
+            lambda: af.Attention(4).build(6, {}),
+            r"`dim` must be a multiple of `num_heads` \(4\), but is 6: or give `head_dim`",
+        ),
         (lambda: af.Attention(4, bias=("o",)), "input should be 'q', 'k', 'v' or 'out', but is 'o'"),
     ],
 )

@@ -39,7 +39,9 @@ def test_bert_embedding_is_transformers() -> None:
         warnings.simplefilter("ignore")  # importing transformers may warn about its own optional dependencies
         from transformers import BertConfig
         from transformers.models.bert.modeling_bert import BertEmbeddings
-    config = BertConfig(vocab_size=9, hidden_size=8, max_position_embeddings=5, type_vocab_size=2, hidden_dropout_prob=0.0)
+    config = BertConfig(
+        vocab_size=9, hidden_size=8, max_position_embeddings=5, type_vocab_size=2, hidden_dropout_prob=0.0
+    )
     theirs = BertEmbeddings(config)
     ours = af.Embed(position=af.Learned(5), token_types=2, norm=af.LayerNorm(eps=config.layer_norm_eps)).build(8)
     with torch.no_grad():
@@ -94,7 +96,9 @@ def test_head_is_its_formula(bias: bool, scale: float, softcap: float | None) ->
 
 
 @pytest.mark.parametrize(
-    "spec", [af.Embed(), af.Embed(token_types=3, norm=af.LayerNorm()), af.Embed(position=af.Learned(5, offset=2))], ids=repr
+    "spec",
+    [af.Embed(), af.Embed(token_types=3, norm=af.LayerNorm()), af.Embed(position=af.Learned(5, offset=2))],
+    ids=repr,
 )
 def test_cost_counts_the_parameters(spec: af.Embed) -> None:
     assert spec.cost(8, 4).params == sum(p.numel() for p in spec.build(8).parameters())

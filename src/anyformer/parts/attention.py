@@ -188,6 +188,8 @@ def attend(
     """
     (batch, length, num_heads, width), (_, size, groups, _) = q.shape, k.shape
     _check_heads(num_heads, groups, k, v)
+    _check_tokens(tokens, batch, length, "tokens")
+    _check_tokens(key_tokens, batch, size, "key_tokens")
     if tokens is None and length > size and pattern != Full():
         raise ValueError(f"{length} queries cannot be the last of {size} keys: give `tokens` and `key_tokens`")
     key_tokens = key_tokens or (tokens if tokens is not None and length == size else None)
@@ -195,8 +197,6 @@ def attend(
     tokens = tokens or (
         key_tokens if length == size else Tokens.arange(batch, length, start=max(size - length, 0), device=q.device)
     )
-    _check_tokens(tokens, batch, length, "tokens")
-    _check_tokens(key_tokens, batch, size, "key_tokens")
     module = position if isinstance(position, PositionModule) else _position(position, width, num_heads, {})
     ctx = Context(tokens, context_len=max(tokens.end, key_tokens.end))
     q, k = module.at_heads(q, tokens, ctx), module.at_heads(k, key_tokens, ctx)
@@ -208,6 +208,8 @@ def attend(
 def _position(spec: Position | None, width: int, num_heads: int, shared: Shared) -> PositionModule:
     if spec is None:
         return PositionModule(Position())
+    if spec.acts == "input":
+        raise SpecError(f"position {spec.kind!r} acts on the input, which attention does not see")
     module = shared.get((spec, num_heads))
     if module is None:
         module = spec.build(width, num_heads)
@@ -224,8 +226,8 @@ def _check_heads(num_heads: int, groups: int, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"keys and values must have equal (B, S, G), but have {(*k.shape[:3],)} and {(*v.shape[:3],)}")
 
 
-def _check_tokens(tokens: Tokens, batch: int, length: int, name: str) -> None:
-    if (tokens.batch, tokens.length) != (batch, length):
+def _check_tokens(tokens: Tokens | None, batch: int, length: int, name: str) -> None:
+    if tokens is not None and (tokens.batch, tokens.length) != (batch, length):
         raise ValueError(
             f"`{name}` must be for (B, T) = {(batch, length)}, but are for {(tokens.batch, tokens.length)}"
         )

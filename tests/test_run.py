@@ -1,0 +1,128 @@
+"""A run on disk: what is saved comes back; what does not fit is named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import anyformer as af
+from anyformer.checkpoint.state import load_state, save_state
+from anyformer.files import replacing
+from anyformer.text.tokenizer import ByteTokenizer
+
+
+def small(**changes: object) -> af.Transformer:
+    block = af.Block.pre(af.Attention(2, position=af.RelativeBias()), af.DenseFFN(24), norm=af.LayerNorm())
+    spec = af.TransformerSpec(16, 257, decoder=af.cycle([block], 2), final_norm=af.LayerNorm(), **changes)
+    return spec.build().eval()
+
+
+def test_fault_43_a_run_comes_back_whole(tmp_path: Path) -> None:
+    model, ids = small(), torch.tensor([[1, 2, 3]])
+    af.save(model, tmp_path, ByteTokenizer())
+    back = af.load(tmp_path)
+    assert back.spec == model.spec
+    assert torch.equal(back.model(ids), model(ids))
+    assert back.model.head.weight is back.model.tokens.weight
+    assert not back.model.training
+    assert back.tokenizer is not None
+    assert back.tokenizer.decode(back.tokenizer.encode("é")) == "é"
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert "head.weight" not in names
+    assert sum("position.table" in name for name in names) == 1
+
+
+def test_a_run_without_a_tokenizer_and_in_another_type(tmp_path: Path) -> None:
+    af.save(small(), tmp_path)
+    back = af.load(tmp_path, dtype=torch.float64)
+    assert back.tokenizer is None
+    assert back.model.dtype == torch.float64
+
+
+def damaged(folder: Path, change: str) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    if change == "missing":
+        del tensors["tokens.weight"]
+    elif change == "extra":
+        tensors["stranger"] = torch.zeros(1)
+    elif change == "shape":
+        tensors["tokens.weight"] = torch.zeros(3, 16)
+    save_file(tensors, path)
+    if change == "cut":
+        path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("missing", r"does not fit its spec: it lacks tokens.weight"),
+        ("extra", r"does not fit its spec: it has unknown stranger"),
+        ("shape", r"tokens.weight must be \(257, 16\), but is \(3, 16\)"),
+        ("cut", r"is not a whole safetensors file"),
+    ],
+)
+def test_fault_49_what_does_not_fit_is_named(tmp_path: Path, change: str, said: str) -> None:
+    af.save(small(), tmp_path)
+    damaged(tmp_path, change)
+    with pytest.raises(ValueError, match=said):
+        af.load(tmp_path)
+
+
+def test_folders_that_are_no_runs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no spec.yaml"):
+        af.load(tmp_path)
+    with pytest.raises(ValueError, match="is not a folder"):
+        af.load(tmp_path / "nowhere")
+    af.save(small(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="the run has no weights"):
+        af.load(tmp_path)
+
+
+class Evil:
+    """Unpickling this would create a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> object:
+        return (open, (self.path, "w"))
+
+
+def test_fault_47_a_training_state_runs_no_code(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    torch.save({"step": 1, "optimizer": Evil(str(marker))}, tmp_path / "state.pt")
+    with pytest.raises(ValueError, match="cannot be read safely|can be read safely"):
+        load_state(tmp_path / "state.pt")
+    assert not marker.exists()
+
+
+def test_a_training_state_comes_back_or_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    with pytest.raises(ValueError, match="nothing to go on from"):
+        load_state(path)
+    save_state(path, {"step": 3, "x": torch.arange(3)})
+    assert load_state(path)["step"] == 3
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(ValueError, match="is not a training state"):
+        load_state(path)
+
+
+def test_fault_46_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail() -> None:
+        with replacing(path, "w") as file:
+            file.write("half of the new")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        fail()
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+    with replacing(path, "w") as file:
+        file.write("new")
+    assert path.read_text() == "new"
