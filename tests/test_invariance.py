@@ -120,6 +120,12 @@ def same(a: Tensor, b: Tensor, close: float = 1e-5) -> None:
     torch.testing.assert_close(a, b, atol=close, rtol=0)
 
 
+def rounding(spec: TransformerSpec) -> float:
+    """0: bit for bit. Experts read other numbers of rows at once when other tokens change, which rounds differently."""
+    blocks = (*spec.encoder, *spec.decoder)
+    return 1e-6 if any(isinstance(branch.op, MoE) for block in blocks for branch in block.branches) else 0.0
+
+
 def padded(rows: list[Tensor], side: str, length: int) -> tuple[Tensor, Tokens]:
     """Rows of other lengths as one batch; pads have random ids."""
     batch, keep = ids(len(rows), length), torch.zeros(len(rows), length, dtype=torch.bool)
@@ -150,7 +156,7 @@ def test_fault_5_future_tokens_change_nothing(spec: TransformerSpec, kernel: str
         changed[0, j:] = other(text[0, j:])
         after = model(changed, kernel=kernel, **given)
         same(after[:, :j], logits[:, :j], 1e-6)
-        assert (after[:, j] - logits[:, j]).abs().max() > 1e-4 or "far_past" in str(spec) or "Not" in str(spec)
+        assert (after[:, j] - logits[:, j]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("layout", ["plain", "left_padded", "right_padded", "packed"])
@@ -200,7 +206,7 @@ class Leak(Pattern, kind="leak_of_this_test"):
         return 0
 
 
-def loss_on_noise(pattern: Pattern, steps: int = 80) -> float:
+def loss_on_noise(pattern: Pattern, steps: int = 70) -> float:
     """Mean loss of the last steps on uniform random tokens, new ones each step, V = 32."""
     block = Block.pre(Attention(2, pattern=pattern, position=Rotary()), DenseFFN(16), norm=RMSNorm())
     spec = TransformerSpec(dim=16, vocab_size=32, embed=Embed(tied=False), decoder=(block,), final_norm=RMSNorm())
@@ -208,7 +214,7 @@ def loss_on_noise(pattern: Pattern, steps: int = 80) -> float:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     losses = []
     for _ in range(steps):
-        text = torch.randint(32, (64, 9))
+        text = torch.randint(32, (32, 9))
         loss = torch.nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -222,9 +228,7 @@ def test_fault_5_noise_cannot_be_learned() -> None:
 
 
 def test_fault_5_the_check_sees_a_leak() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Leak, "visible", lambda self, q, k: self.allows(q, k) & (q.seg == k.seg))
-        assert loss_on_noise(Leak() | (Causal() & Window(1))) < math.log(32) - 0.5
+    assert loss_on_noise(Leak() | (Causal() & Window(1))) < math.log(32) - 0.5
 
 
 # -- faults 9 and 10: padding and neighbours --------------------------------------------------------------------------
@@ -236,7 +240,7 @@ def test_fault_5_the_check_sees_a_leak() -> None:
 def test_fault_9_padding_and_neighbours_change_nothing(spec: TransformerSpec, kernel: str | None, side: str) -> None:
     model, rows = built(spec), [ids(1, 3)[0], ids(1, 9)[0]]
     alone = [model(row[None])[0] for row in rows]
-    for length in (9, 16, 40):
+    for length in (9, 24):
         batch, tokens = padded(rows, side, length)
         logits = model(batch, tokens, kernel=kernel)
         for i in range(2):
@@ -244,7 +248,7 @@ def test_fault_9_padding_and_neighbours_change_nothing(spec: TransformerSpec, ke
         assert bool(logits.isfinite().all())
         filled = torch.where(tokens.real, batch, other(batch))
         again = model(filled, tokens, kernel=kernel)
-        assert torch.equal(again[tokens.real], logits[tokens.real])
+        same(again[tokens.real], logits[tokens.real], rounding(spec))
 
 
 @kernels
@@ -330,10 +334,7 @@ def test_fault_12_packed_documents_do_not_see_each_other(spec: TransformerSpec, 
     changed = text.clone()
     changed[:, :4] = other(text[:, :4])
     after = model(changed, tokens, kernel=kernel)
-    if any(isinstance(branch.op, MoE) for block in spec.decoder for branch in block.branches):
-        same(after[:, 4:7], logits[:, 4:7], 1e-6)  # experts read other numbers of rows at once
-    else:
-        assert torch.equal(after[:, 4:7], logits[:, 4:7])
+    same(after[:, 4:7], logits[:, 4:7], rounding(spec))
 
 
 @kernels
@@ -382,7 +383,6 @@ def test_fault_1_weights_of_a_model_stay_finite(kernel: str, anomaly: bool) -> N
         same(grads[name], weight.grad, 1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @forced
 def test_fault_1_a_whole_batch_of_padding(kernel: str) -> None:
     model = built(both())
@@ -472,7 +472,7 @@ def test_fault_20_empty_shapes(spec: TransformerSpec, kernel: str | None, shape:
     with torch.inference_mode():
         cache = model.new_cache(shape[0], 5)
         first = model(text, cache=cache, kernel=kernel)
-        same(first, logits if False else model(text, kernel=kernel))
+        same(first, model(text, kernel=kernel))
         assert model(ids(shape[0], 1), cache=cache, kernel=kernel).shape == (shape[0], 1, VOCAB)
 
 

@@ -97,6 +97,17 @@ def test_fault_31_half_precision_at_long_positions(dtype: torch.dtype) -> None:
     assert (out[0, :, 0].double() - exact).abs().max() <= 2**-8
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_fault_31_half_precision_is_rounded_once(dtype: torch.dtype, layout: str) -> None:
+    """Turned in float32 and then rounded: each number is off by at most half of its last digit, however it cancels."""
+    scheme, tokens = af.Rotary(layout=layout), af.Tokens.arange(1, 20, start=3000)
+    x = torch.randn(1, 20, 2, 64).to(dtype)
+    exact = turn(scheme, x.double(), tokens)
+    error = (turn(scheme, x, tokens).double() - exact).abs()
+    assert (error <= 0.501 * torch.finfo(dtype).eps * exact.abs() + 1e-6).all()
+
+
 def test_fault_31_phases_in_float32_are_exact_to_float32() -> None:
     cos, sin = af.Rotary().phases(torch.tensor([[4095, 1_000_000]]), 64, 1)
     angles = np.array([4095, 1_000_000])[:, None] * 10000.0 ** (-2 * np.arange(32) / 64)

@@ -71,7 +71,7 @@ def test_fault_49_what_does_not_fit_is_named(tmp_path: Path, change: str, said: 
 
 
 def test_folders_that_are_no_runs(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no spec.yaml"):
+    with pytest.raises(ValueError, match=r"has no spec\.yaml"):
         af.load(tmp_path)
     with pytest.raises(ValueError, match="is not a folder"):
         af.load(tmp_path / "nowhere")
@@ -94,7 +94,7 @@ class Evil:
 def test_fault_47_a_training_state_runs_no_code(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     torch.save({"step": 1, "optimizer": Evil(str(marker))}, tmp_path / "state.pt")
-    with pytest.raises(ValueError, match="cannot be read safely|can be read safely"):
+    with pytest.raises(ValueError, match="can be read safely"):
         load_state(tmp_path / "state.pt")
     assert not marker.exists()
 

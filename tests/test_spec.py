@@ -162,7 +162,7 @@ def with_op(op: Any) -> dict[str, Any]:
         (with_op({"kind": "zzz"}), "unknown kind of op 'zzz'; known: attention, cross_attention, dense_ffn, gated_ffn"),
         (
             with_op({"kind": "attention", "num_head": 2}),
-            "unknown field of Attention 'num_head'; did you mean 'num_heads'? known: bias, dropout, head_dim, num_heads",
+            "unknown field of Attention 'num_head'; did you mean 'num_heads'? known: bias, dropout, head_dim",
         ),
         (with_op({"kind": "attention"}), "Attention needs `num_heads`"),
         (with_op({"num_heads": 2}), "needs a `kind`; known: attention, "),

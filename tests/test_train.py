@@ -37,7 +37,9 @@ def small(**changes: object) -> af.Transformer:
     return spec.build()
 
 
-def trainer(data: Corpus, steps: int, save: Callable[[Trainer], None] = lambda trainer: None, **plan: object) -> Trainer:
+def trainer(
+    data: Corpus, steps: int, save: Callable[[Trainer], None] = lambda trainer: None, **plan: object
+) -> Trainer:
     spec = TrainSpec(steps=steps, batch_size=4, length=16, evaluations=2, **plan)
     task = CausalLM(data, batch_size=4, length=16, seed=0)
     return Trainer(small(), task, spec, Recorder(), save)
@@ -150,7 +152,7 @@ def test_seconds_bound_a_run_and_lead_the_learning_rate(tmp_path: Path, monkeypa
     assert run.step == 30
     assert isinstance(run.watcher, Recorder)
     rates = [figures["lr"] for figures in run.watcher.steps]
-    assert rates == [learning_rate(run.spec.optimizer, step / 29.5) for step in range(30)]
+    assert rates == pytest.approx([learning_rate(run.spec.optimizer, step / 29.5) for step in range(30)])
 
 
 def test_learning_rate_warms_up_and_decays_as_a_cosine() -> None:
@@ -218,7 +220,7 @@ def test_prepare_reports_and_reopens(tmp_path: Path) -> None:
 
 
 def test_plans_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="`evaluations` must be at most `steps` \\(5\\), but is 10"):
+    with pytest.raises(ValueError, match=r"`evaluations` must be at most `steps` \(5\), but is 10"):
         TrainSpec(steps=5)
     with pytest.raises(ValueError, match="`warmup` must be below 1"):
         AdamW(warmup=1.0)

@@ -13,7 +13,7 @@ class Cost(NamedTuple):
     `params` numbers to learn; `active` those that one token uses (fewer than `params` in a mixture of experts);
     `flops` of the forward pass, 2 a multiply-add, matrix products only, attention counted over all pairs as a dense
     kernel runs it (the backward pass takes twice as many); `activations` numbers kept for the backward pass by the
-    fused kernels; `cache` numbers kept for decoding.
+    fused kernels (masks, score biases, soft caps and dropout keep more); `cache` numbers kept for decoding.
     """
 
     params: int = 0

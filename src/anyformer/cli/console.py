@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 from anyformer.files import write_text
@@ -23,16 +24,21 @@ console = Console(highlight=False)
 
 @contextmanager
 def stages() -> Iterator[Any]:
-    """`tell(stage)` shows what is being done, with a spinner, and how long it took when the next one begins."""
+    """`tell(stage, share)` shows what is being done and, where `share` says how much of it is done, the time left.
+
+    When the next stage begins, the last one stays on the screen with the time that it took.
+    """
     now, begun = "", time.perf_counter()
     with console.status("") as status:
 
-        def tell(stage: str) -> None:
+        def tell(stage: str, share: float | None = None) -> None:
             nonlocal now, begun
-            if now:
-                console.print(f"{time.perf_counter() - begun:5.1f} s  {now}", style="dim", markup=False)
-            now, begun = stage, time.perf_counter()
-            status.update(f"{stage} ...")
+            if stage != now:
+                if now:
+                    console.print(f"{time.perf_counter() - begun:5.1f} s  {now}", style="dim", markup=False)
+                now, begun = stage, time.perf_counter()
+            left = f" {share:.0%}, {clock((time.perf_counter() - begun) * (1 / share - 1))} left" if share else " ..."
+            status.update(escape(stage + left))
 
         yield tell
         tell("")

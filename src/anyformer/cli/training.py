@@ -11,6 +11,7 @@ from anyformer.checkpoint.run import read_spec, save
 from anyformer.checkpoint.state import load_state, save_state
 from anyformer.cli.console import RunWatcher, clock, console, stages
 from anyformer.files import write_text
+from anyformer.inspect.limits import matmul_rate
 from anyformer.inspect.show import count, describe
 from anyformer.model import TransformerSpec
 from anyformer.tasks.causal_lm import CausalLM, Corpus, logits_and_aux, prepare, reopen
@@ -84,6 +85,14 @@ def _announce(spec: TransformerSpec, plan: TrainSpec) -> None:
     )
 
 
+def _speed(trainer: Trainer) -> str:
+    plan, spec = trainer.spec, trainer.model.spec
+    tokens = trainer.step * plan.batch_size * plan.length / max(trainer.seconds, 1e-9)
+    flops = 3 * describe(spec, length=plan.length, batch=1)["flops_per_token_forward"] * tokens
+    limit = matmul_rate(device=trainer.model.device)
+    return f"{tokens:,.0f} tokens/s: {flops / limit:.0%} of this machine's matrix-product rate ({count(limit)}FLOP/s)"
+
+
 def _fits(length: int, max_len: int | None) -> None:
     if max_len is not None and length > max_len:
         raise ValueError(f"`length` must be at most the model's {max_len} positions, but is {length}")
@@ -100,5 +109,5 @@ def _conclude(out: Path, corpus: Corpus, trainer: Trainer, finished: bool) -> No
         return
     others = ", ".join(f"{name} {value:.3f}" for name, value in corpus.baselines.items())
     console.print(f"bits per byte on held-out text, to compare with: {others}")
-    console.print(f"{clock(trainer.seconds)} of training; see {out}/loss.png and {out}/samples.txt")
+    console.print(f"{clock(trainer.seconds)} of training, {_speed(trainer)}; see {out}/loss.png and {out}/samples.txt")
     console.print(f'next: anyformer generate {out} "your prompt"')

@@ -11,6 +11,7 @@ from anyformer.block import Block, Branch
 from anyformer.cost import Cost
 from anyformer.model import TransformerSpec
 from anyformer.parts.attention import Attention
+from anyformer.parts.embed import Embed
 from anyformer.parts.pattern import Pattern
 from anyformer.spec import Part, Spec
 from anyformer.tokens import Tokens
@@ -56,8 +57,9 @@ def tree(spec: TransformerSpec, *, length: int, batch: int) -> Tree:
     root.add(_line("tokens", "one vector a token", spec.vocab_size * spec.dim, None))
     for name, blocks in spec.stacks().items():
         part = spec.costs(length)[name]
-        embed = spec.embed.cost(spec.dim, length)
-        _add_fields(root.add(_line(f"{name}.embed", "", embed.params, None)), spec.embed, skip=("tied",))
+        if spec.embed.replace(tied=True) != Embed():
+            embed = root.add(_line(f"{name}.embed", "", spec.embed.cost(spec.dim, length).params, None))
+            _add_fields(embed, spec.embed, skip=("tied",))
         stack = root.add(_line(name, f"{len(blocks)} layers", part.params, part.flops // length))
         for first, last in _runs(blocks):
             _add_block(stack, blocks[first], _span(first, last), spec.dim, length, last - first + 1)
@@ -107,7 +109,8 @@ def _add_fields(node: Tree, spec: Spec, skip: tuple[str, ...] = ()) -> None:
 
 
 def _chosen(value: Any) -> bool:
-    return value is not None and value != () and value is not False and value != 0.0
+    neutral = value is None or value is False or value == () or (isinstance(value, float) and value in (0.0, 1.0))
+    return not neutral
 
 
 def _short(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,12 @@ from anyformer.train.loop import Loss, Task
 __all__ = ["CausalLM", "Corpus", "logits_and_aux", "prepare", "reopen"]
 
 
+ENCODED_AT_ONCE = 64
+
+Tell = Callable[..., None]
+"""`tell(stage, share)`: what is being done, and how much of it is done, if known."""
+
+
 class Corpus(NamedTuple):
     """Text, ready to train on. `baselines` are bits per byte of the held-out text under simple models."""
 
@@ -44,11 +50,11 @@ def prepare(
     vocab_size: int | None,
     held_out: float = 0.03,
     seed: int = 0,
-    tell: Callable[[str], None] = lambda stage: None,
+    tell: Tell = lambda stage, share=None: None,
 ) -> Corpus:
     """Read `source`, split it by document, train a tokenizer on the training part, and write both parts as tokens.
 
-    `vocab_size` None means plain bytes. `tell` hears of each stage as it begins.
+    `vocab_size` None means plain bytes. `tell` hears of each stage as it begins, and of the share of it that is done.
     """
     tell(f"reading {source}")
     documents, skipped = read_documents(source)
@@ -57,9 +63,8 @@ def prepare(
         tell(f"training a tokenizer of {vocab_size} tokens on {_size(train)}")
     tokenizer = _tokenizer(train, vocab_size)
     tokenizer.save(folder)
-    tell(f"turning {_size(documents)} into tokens")
-    seen = _store(folder / "train.tokens", train, tokenizer)
-    unseen = _store(folder / "held_out.tokens", rest, tokenizer)
+    seen = _store(folder / "train.tokens", train, tokenizer, tell)
+    unseen = _store(folder / "held_out.tokens", rest, tokenizer, tell)
     tell("measuring gzip and a bigram model, to compare with")
     baselines = {
         "gzip": gzip_bits_per_byte([document.text for document in rest]),
@@ -133,12 +138,23 @@ def _tokenizer(documents: Sequence[Document], vocab_size: int | None) -> Tokeniz
     return BPETokenizer.train([document.text for document in documents], vocab_size)
 
 
-def _store(path: Path, documents: Sequence[Document], tokenizer: Tokenizer) -> TokenStore:
+def _store(path: Path, documents: Sequence[Document], tokenizer: Tokenizer, tell: Tell) -> TokenStore:
     """Each document between two end tokens: the first one predicts how a text begins."""
-    end = tokenizer.end_id
-    ids = ([end, *tokens, end] for tokens in tokenizer.encode_batch([document.text for document in documents]))
     size = sum(len(document.text.encode("utf-8", "surrogatepass")) for document in documents)
+    stage = f"turning {_size(documents)} into tokens, {path.stem.replace('_', ' ')}"
+    ids = _encoded(documents, tokenizer, lambda share: tell(stage, share))
     return TokenStore.write(path, ids, vocab_size=tokenizer.vocab_size, num_bytes=size)
+
+
+def _encoded(documents: Sequence[Document], tokenizer: Tokenizer, tell: Callable[[float], None]) -> Iterator[list[int]]:
+    """The ids of each document, encoded some at a time, on all cores."""
+    end = tokenizer.end_id
+    tell(0.0)
+    for begin in range(0, len(documents), ENCODED_AT_ONCE):
+        some = documents[begin : begin + ENCODED_AT_ONCE]
+        for ids in tokenizer.encode_batch([document.text for document in some]):
+            yield [end, *ids, end]
+        tell((begin + len(some)) / len(documents))
 
 
 def _targets_per_byte(store: TokenStore) -> float:

@@ -87,7 +87,7 @@ class Watcher:
 
 @dataclasses.dataclass
 class Trainer:
-    """Everything that changes while a run goes on. `forward` is the model, or a compiled form of it."""
+    """Everything that changes while a run goes on. `save` is called after each measurement, and at the end."""
 
     model: Transformer
     task: Task
