@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
+import torch
 from jaxtyping import install_import_hook
 
 CHECKED = ["block", "cache", "context", "generate", "init", "inspect", "kernels", "model", "parts", "tokens", "train"]
@@ -13,9 +15,6 @@ with install_import_hook([f"anyformer.{name}" for name in CHECKED], "beartype.be
 
     for name in anyformer.__all__:
         getattr(anyformer, name)
-
-import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
