@@ -276,12 +276,44 @@ def test_rows_that_end_early(name: str) -> None:
     model(text[:, :5], cache=cache)
     for t in range(5, LENGTH):
         over = torch.tensor([[False], [5 < t < 9]])  # row 1 pauses, and then goes on where it was
-        at = torch.tensor([[t], [t if t <= 5 else t - 3 if t >= 9 else 0]])
+        at = torch.tensor([[t], [t if t <= 5 else t - 3 if t >= 9 else 1]])
         fed = torch.where(over, ids(2, 1), text.gather(1, at))
         logits = model(fed, Tokens(at, -over.long()), cache=cache)
         same(logits[0, 0], right[0, t])
         if not over[1]:
             same(logits[1, 0], right[1, int(at[1])])
+
+
+@pytest.mark.parametrize("pattern", [Causal(), Causal() & Window(5)], ids=["line", "ring"])
+@torch.inference_mode()
+def test_text_that_begins_later(pattern: Pattern) -> None:
+    """Positions need not begin at 0: slots are found all the same."""
+    model, text = make(pattern, position=Rotary(base=50.0)), ids()
+    for start in (1, 3, 103):
+        for split in ([2, 3, 6], [2, 1, 1, 7]):
+            cache, at, parts = model.new_cache(2, 12), 0, []
+            for length in split:
+                tokens = Tokens.arange(2, length, start=start + at)
+                parts.append(model(text[:, at : at + length], tokens, cache=cache))
+                at += length
+            same(torch.cat(parts, 1), in_full(model, text), 1e-6)  # rotary phases are kept in float32
+
+
+@pytest.mark.parametrize("pattern", [Causal(), Causal() & Window(5)], ids=["line", "ring"])
+@torch.inference_mode()
+def test_plain_text_behind_padding(pattern: Pattern) -> None:
+    """What was padding once stays hidden, though the next piece has none."""
+    model, text = make(pattern, position=Learned(24)), ids(1)
+    first = Tokens.padded(torch.tensor([[False, True, True, False]]))
+    rest = Tokens.arange(1, 7, start=4)
+    right = in_full(model, text, Tokens.cat([first, rest]))
+    for split in ([7], [1] * 7, [3, 1, 3]):
+        cache, at = model.new_cache(1, 12), 4
+        model(text[:, :4], first, cache=cache)
+        for length in split:
+            logits = model(text[:, at : at + length], Tokens.arange(1, length, start=at), cache=cache)
+            same(logits, right[:, at : at + length])
+            at += length
 
 
 @torch.inference_mode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from anyformer import (
 )
 from anyformer.kernels.base import Kernel
 
-WIDTH = 4
+WIDTH, SCALE = 4, 0.7  # not the default, 1 / √4, which is tested on its own below
 NAMES = [kernel.name for kernel in KERNELS]
 WIDE = torch.float64
 
@@ -156,7 +155,7 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, table: Tensor, case: Case) -> Tensor
     layout = LAYOUTS[case.layout]
     if case.change == "rotary":
         q, k = turned(q, layout.q_at, 100.0), turned(k, layout.k_at, 100.0)
-    batch, length, heads, width = q.shape
+    batch, length, heads, _ = q.shape
     share = heads // k.shape[2]
     out = []
     for b, t in itertools.product(range(batch), range(length)):
@@ -166,14 +165,14 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, table: Tensor, case: Case) -> Tensor
             if not seen:
                 out.append(q[b, t, h] * 0)
                 continue
-            scores = k[b, seen, h // share] @ q[b, t, h] / math.sqrt(width)
+            scores = k[b, seen, h // share] @ q[b, t, h] * SCALE
             if case.change == "softcap":
                 scores = 0.7 * torch.tanh(scores / 0.7)
             bias = [added(case.change, table, h, pos - layout.k_at[b][s][0]) for s in seen]
             scores = scores + torch.stack([torch.as_tensor(value, dtype=WIDE) for value in bias])
             weights = scores.exp() / scores.exp().sum()
             out.append(weights @ v[b, seen, h // share])
-    return torch.stack(out).view(batch, length, heads, width)
+    return torch.stack(out).view(q.shape)
 
 
 class Answer(NamedTuple):
@@ -211,7 +210,7 @@ def ours(case: Case, inputs: tuple[Tensor, ...], kernel: str | None, **changed: 
         del position.table
         position.table = table
     pattern = PATTERNS[case.pattern][0]
-    given = {"tokens": layout.q, "key_tokens": layout.k, **changed}
+    given = {"tokens": layout.q, "key_tokens": layout.k, "scale": SCALE, **changed}
     return attend(q, k, v, pattern=pattern, position=position, kernel=kernel, softcap=change.softcap, **given)
 
 

@@ -200,6 +200,17 @@ def test_measured_std(init: Callable[[nn.Module], None], linear: Callable[[nn.Li
     assert model.head.bias.abs().max() == 0
 
 
+@pytest.mark.parametrize("init", [gpt2_init, fan_in_init])
+def test_experts_do_not_shrink_what_the_stream_gets(init: Callable[[nn.Module], None]) -> None:
+    """A block adds to the stream once for each branch, however many experts stand in one: two layers of two give √4."""
+    for experts in (2, 8):
+        spec = decoder(block(af.Attention(4, head_dim=64), af.MoE(af.GatedFFN(64), experts, 2)), num_layers=2, dim=64)
+        layer = spec.build(init=init).decoder.layers[0]
+        for back in (layer.mixer.op.out, layer.ffn.op.experts[0].down):
+            expected = (0.02 if init is gpt2_init else back.in_features**-0.5) / 2
+            assert back.weight.std().item() == pytest.approx(expected, rel=0.05)
+
+
 def test_a_new_model_guesses_evenly() -> None:
     """The first loss is about ln V: neither initialisation starts with an opinion."""
     for init in (gpt2_init, fan_in_init):

@@ -96,7 +96,7 @@ def force(moe: MoEModule, expert: int) -> None:
 @pytest.mark.parametrize("encoder", [True, False])
 def test_fault_41_layers_are_balanced_each_by_itself(encoder: bool) -> None:
     """One layer sends all to expert 0, one all to expert 1: each costs 2; pooled they would look balanced, 1."""
-    net = model(*[af.MoE(af.DenseFFN(4), 2, 1, balance=1.0)] * 2, encoder=encoder)
+    net = model(*[af.MoE(af.DenseFFN(4), 2, 1, renormalize=False, balance=1.0)] * 2, encoder=encoder)
     net.tokens.weight.data = torch.tensor([[5.0, 0.1, 0.1, 0.1]]).expand(9, 4).clone()
     layers = (net.encoder or net.decoder).layers
     for number, layer in enumerate(layers):
@@ -122,7 +122,7 @@ def test_fault_41_padding_does_not_count_in_a_model() -> None:
 
 def test_aux_arrives_once() -> None:
     """Layers without experts do not thin it; encoder and decoder count alike; without experts there is none."""
-    spec = af.MoE(af.DenseFFN(4), 2, 1, balance=0.5)
+    spec = af.MoE(af.DenseFFN(4), 2, 1, renormalize=False, balance=0.5)
     net = model(spec)
     ids = torch.randint(0, 9, (2, 5))
     seen: list[Tensor] = []
@@ -141,7 +141,7 @@ def test_aux_arrives_once() -> None:
 
 
 def test_aux_of_an_encoder_decoder_is_the_mean_of_both() -> None:
-    spec = af.MoE(af.DenseFFN(4), 2, 1, balance=1.0)
+    spec = af.MoE(af.DenseFFN(4), 2, 1, renormalize=False, balance=1.0)
     encoder = af.Block.pre(af.Attention(1, pattern=af.Full()), spec, norm=af.RMSNorm())
     decoder = af.Block.pre(af.Attention(1), af.CrossAttention(1), spec, norm=af.RMSNorm())
     net = af.TransformerSpec(dim=4, vocab_size=9, encoder=(encoder,), decoder=(decoder,)).build()
@@ -154,7 +154,7 @@ def test_aux_of_an_encoder_decoder_is_the_mean_of_both() -> None:
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_top_1_weight(renormalize: bool) -> None:
-    """Switch multiplies by the probability; renormalised, one expert's weight is 1."""
+    """Switch multiplies by the probability, so that the router learns from the output; renormalized, it is 1."""
     module = build(af.MoE(af.GatedFFN(5), 3, 1, renormalize=renormalize))
     x = torch.randn(1, 4, 6)
     probabilities = module.router(x).softmax(-1)
@@ -164,6 +164,9 @@ def test_top_1_weight(renormalize: bool) -> None:
         expert, _ = module.experts[best](x[0, t], Context(af.Tokens.arange(1, 1)))
         weight = 1.0 if renormalize else probabilities[0, t, best]
         torch.testing.assert_close(out[0, t], expert * weight, rtol=0, atol=1e-5)
+    out.square().sum().backward()
+    learns = module.router.weight.grad.abs().sum() > 1e-4
+    assert learns == (not renormalize)
 
 
 def test_all_experts_without_renormalising_is_the_weighted_sum() -> None:
@@ -205,7 +208,7 @@ def test_z_loss_is_added_with_its_weight() -> None:
 
 
 def test_an_expert_without_tokens_does_no_harm() -> None:
-    module = build(af.MoE(af.GatedFFN(5), 4, 1, balance=1.0))
+    module = build(af.MoE(af.GatedFFN(5), 4, 1, renormalize=False, balance=1.0))
     module.router.weight.data.zero_()
     module.router.weight.data[2] = 1.0
     x = torch.rand(2, 3, 6) + 0.1

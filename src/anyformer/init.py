@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from anyformer.block import BranchModule, Stack
 from anyformer.parts.embed import LMHeadModule
 from anyformer.parts.position import LearnedModule, RelativeBiasModule
 
@@ -17,7 +18,7 @@ __all__ = ["fan_in_init", "gpt2_init"]
 @torch.no_grad()
 def gpt2_init(model: nn.Module, std: float = 0.02) -> None:
     """GPT-2 (Radford et al. 2019, section 2.3): normal with `std` everywhere; projections back into the residual
-    stream are divided by √(number of them), so that the stream does not grow with depth."""
+    stream are divided by √(branches of the stack), so that the stream does not grow with depth."""
     _linears(model, lambda linear: std)
     _tables(model, std)
 
@@ -31,11 +32,10 @@ def fan_in_init(model: nn.Module, table_std: float = 0.02) -> None:
 
 
 def _linears(model: nn.Module, std: Callable[[nn.Linear], float]) -> None:
-    back = {id(linear) for linear in _into_residual(model)}
-    shrink = math.sqrt(max(len(back), 1))
+    shrink = _into_residual(model)
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.weight.normal_(0.0, std(module) / (shrink if id(module) in back else 1.0))
+            module.weight.normal_(0.0, std(module) / shrink.get(module, 1.0))
             if module.bias is not None:
                 module.bias.zero_()
 
@@ -48,8 +48,13 @@ def _tables(model: nn.Module, std: float) -> None:
             module.table.normal_(0.0, std)
 
 
-def _into_residual(model: nn.Module) -> Iterator[nn.Linear]:
-    """The linear maps whose output is added to the residual stream: `out` of mixers, `down` of feed-forwards."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] in ("out", "down"):
-            yield module
+def _into_residual(model: nn.Module) -> dict[nn.Module, float]:
+    """The linear maps whose output is added to a residual stream (`out` of mixers, `down` of feed-forwards), and √ of
+    the number of branches that add to the same stream."""
+    found: dict[nn.Module, float] = {}
+    for stack in model.modules():
+        if isinstance(stack, Stack):
+            branches = sum(isinstance(module, BranchModule) for module in stack.modules())
+            maps = [module for name, module in stack.named_modules() if name.rsplit(".", 1)[-1] in ("out", "down")]
+            found |= {module: math.sqrt(branches) for module in maps if isinstance(module, nn.Linear)}
+    return found

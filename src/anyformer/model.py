@@ -28,8 +28,8 @@ __all__ = ["States", "Transformer", "TransformerSpec"]
 class TransformerSpec(Spec):
     """A whole model as data: which stacks it has decides what it is.
 
-    `encoder` alone is BERT's kind, `decoder` alone GPT's, both T5's. `final_norm` closes each stack (pre-LN needs it,
-    post-LN must not have it). `head` None gives hidden states in place of logits.
+    `encoder` alone is BERT's kind, `decoder` alone GPT's, both T5's. `final_norm` closes each stack: pre-LN needs
+    it, post-LN ends in a norm already. `head` None gives hidden states in place of logits.
     """
 
     dim: PositiveInt

@@ -20,7 +20,8 @@ class MoE(FeedForward, kind="moe"):
     """Top-k mixture of experts (Shazeer et al. 2017; Switch: Fedus et al. 2021; Mixtral: Jiang et al. 2024).
 
     `expert` is the feed-forward that is repeated; `shared` is one that every token also passes (DeepSeekMoE).
-    `renormalize` makes the chosen weights sum to 1. `balance` and `z` weigh the load-balance and router-z losses.
+    `renormalize` makes the chosen weights sum to 1; with `top_k` 1 all are then 1, and only the auxiliary losses teach
+    the router, so Switch leaves it off. `balance` and `z` weigh the load-balance and router-z losses.
     """
 
     expert: FeedForward

@@ -175,7 +175,7 @@ class Rotary(Position, kind="rotary"):
         return self.frequencies.limit()
 
     def phases(self, pos: Int[Tensor, "B T"], width: int, length: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine (B, T, 1, turning / 2) at `pos`, in float32, computed in float64 where the device has it."""
+        """Cosine and sine (B, T, 1, turning / 2) at `pos`, in float64 where the device has it."""
         turning = self.turning(width)
         angles = _phases(pos, self.frequencies.inverse(turning, self.base, length))[:, :, None]
         gain = self.frequencies.gain()

@@ -8,6 +8,7 @@ import torch
 from pydantic import NonNegativeFloat, PositiveFloat
 from torch import nn
 
+from anyformer.parts.embed import LMHeadModule
 from anyformer.spec import Spec, SpecError
 
 __all__ = ["AdamW", "learning_rate"]
@@ -17,7 +18,8 @@ class AdamW(Spec):
     """AdamW (Loshchilov & Hutter 2019) with a linear warm-up and a cosine decay.
 
     `warmup` is the share of the run that warms up, `floor` the share of `lr` that is left at the end. Gradients are
-    clipped to the norm `clip`. Matrices decay by `weight_decay`; gains, biases and tables of vectors do not.
+    clipped to the norm `clip`. Matrices decay by `weight_decay`, an untied head among them; gains, biases and tables of
+    vectors do not.
     """
 
     lr: PositiveFloat = 3e-3
@@ -35,7 +37,9 @@ class AdamW(Spec):
                 raise SpecError(f"`{name}` must be below 1, but is {getattr(self, name)}")
 
     def build(self, model: nn.Module) -> torch.optim.AdamW:
-        decayed = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear | LMHeadModule)]
+        decayed = [weight for weight in matrices if id(weight) not in tables]
         numbers = {id(parameter) for parameter in decayed}
         rest = [parameter for parameter in model.parameters() if id(parameter) not in numbers]
         groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": rest, "weight_decay": 0.0}]
