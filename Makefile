@@ -21,10 +21,10 @@ check: $(INSTALLED)  ## format, lint and types
 	$(BIN)/mypy
 
 test-fast: $(INSTALLED)  ## the tests, but for the slow lane
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-slow: $(INSTALLED)  ## the slow lane: tests that take minutes
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n auto -m slow
 
 bench: $(INSTALLED)  ## speed, as ratios to peers measured in the same run; results in benchmarks/results
 	$(BIN)/pip install -q -c constraints.txt -e .[bench]

@@ -8,6 +8,8 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
+torch.set_num_threads(1)  # the tensors are tiny: two threads would only wait for each other
+
 CHECKED = ["block", "cache", "context", "generate", "init", "inspect", "kernels", "model", "parts", "tokens", "train"]
 
 with install_import_hook([f"anyformer.{name}" for name in CHECKED], "beartype.beartype"):

@@ -341,7 +341,7 @@ def test_attend_full_takes_more_queries_than_keys() -> None:
             lambda: af.Attention(4).build(6, {}),
             r"`dim` must be a multiple of `num_heads` \(4\), but is 6: or give `head_dim`",
         ),
-        (lambda: af.Attention(4, bias=("o",)), "input should be 'q', 'k', 'v' or 'out', but is 'o'"),
+        (lambda: af.Attention(4, bias=("o",)), "must be 'q', 'k', 'v' or 'out', but is 'o'"),
     ],
 )
 def test_attention_refuses(make, said: str) -> None:

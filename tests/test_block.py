@@ -268,7 +268,7 @@ def test_names_and_aliases() -> None:
             "a parallel block has one sum, so its branches cannot have `after`",
         ),
         (lambda: af.Branch(OPS[1], dropout=1.5), "`dropout` must be below 1, but is 1.5"),
-        (lambda: af.Block((), "both"), "join: input should be 'sequence' or 'parallel', but is 'both'"),
+        (lambda: af.Block((), "both"), "join: must be 'sequence' or 'parallel', but is 'both'"),
         (lambda: af.Branch(NORM), r"op: needs an? Op, but is RMSNorm\(\)"),
     ],
 )

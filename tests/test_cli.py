@@ -98,7 +98,7 @@ def test_a_finished_run_is_never_overwritten_and_a_run_goes_on(tmp_path: Path) -
         (["show", "gpt-mini", "--set", "decoder.*.mixer.positoin.kind=alibi"], "did you mean 'position'?"),
         (["show", "gpt-mini", "--set", "decoder.*.mixer.position.kind=alibbi"], "did you mean 'alibi'?"),
         (["show", "gpt-mini", "--set", "dim"], "--set needs PATH=VALUE, but is 'dim'"),
-        (["show", "gpt-mini", "--set", "dim=-1"], "dim: input should be greater than 0, but is -1"),
+        (["show", "gpt-mini", "--set", "dim=-1"], "dim: must be greater than 0, but is -1"),
         (["train", "gpt-mini", "--data", "no/such/file.txt", "--out", "x"], "no/such/file.txt"),
         (["train", "gpt-mini", "--vocab", "many", "--out", "x"], "--vocab must be a number or `bytes`, but is 'many'"),
         (["train", "bert-mini", "--out", "x"], "needs a decoder-only model"),

@@ -695,3 +695,17 @@ def test_fault_79_no_square_of_the_length() -> None:
     model, text = of_vocab(10), torch.randint(10, (1, 256))
     assert largest(model, text) < 256 * 256
     assert largest(model, text, kernel="reference") >= 256 * 256
+
+
+# -- what layers share ------------------------------------------------------------------------------------------------
+
+
+def test_layers_share_a_relative_bias_only_with_as_many_heads() -> None:
+    """One table for all layers alike (T5), but a layer with other heads has its own; `costs` counts the same."""
+    blocks = [Block.pre(Attention(heads, position=RelativeBias(8, 16)), norm=RMSNorm()) for heads in (1, 4, 4, 1)]
+    spec = TransformerSpec(dim=DIM, vocab_size=VOCAB, decoder=blocks)
+    model = built(spec)
+    tables = [tuple(w.shape) for name, w in model.named_parameters() if name.endswith("table")]
+    assert tables == [(8, 1), (8, 4)]
+    assert sum(cost.params for cost in spec.costs(4).values()) == sum(w.numel() for w in model.parameters())
+    assert model(ids(1, 4)).shape == (1, 4, VOCAB)

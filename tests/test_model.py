@@ -77,7 +77,7 @@ def inputs(spec: af.TransformerSpec, batch: int = 1) -> dict[str, Tensor]:
         ),
         (
             lambda: decoder(block(af.Attention(4)), encoder=(block(af.CrossAttention(4)),)),
-            "encoder.0.cross: an encoder has no memory to attend to",
+            "encoder.0.cross: cross-attention belongs in a decoder",
         ),
         (
             lambda: af.TransformerSpec(dim=8, vocab_size=8),
@@ -87,7 +87,7 @@ def inputs(spec: af.TransformerSpec, batch: int = 1) -> dict[str, Tensor]:
             lambda: llama().replace(dim=30),
             "decoder.0.mixer: `dim` must be a multiple of `num_heads` (4), but is 30: or give `head_dim`",
         ),
-        (lambda: llama().replace(vocab_size=0), "vocab_size: input should be greater than 0, but is 0"),
+        (lambda: llama().replace(vocab_size=0), "vocab_size: must be greater than 0, but is 0"),
     ],
 )
 def test_a_spec_refuses(make: Callable[[], Any], said: str) -> None:
@@ -246,7 +246,7 @@ def test_fault_79_last_computes_no_other_logits() -> None:
         ),
         (lambda: llama().build()(ids(), af.Tokens.arange(2, LENGTH)), r"`tokens` are for \(2, 16\)"),
         (lambda: t5().build()(ids()), "an encoder-decoder needs `source` ids, or `memory` from `encode`"),
-        (lambda: llama().build().encode(ids()), "this model has no encoder: call decode"),
+        (lambda: llama().build().encode(ids()), "this model has no encoder, so it reads no `source`"),
         (lambda: bert().build().decode(ids()), "this model has no decoder: call encode"),
         (lambda: bert().build().new_cache(1, 4), "only a decoder generates: this model has none, so it needs no cache"),
         (

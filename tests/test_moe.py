@@ -255,10 +255,10 @@ def test_fault_39_float16_experts_stay_finite() -> None:
     ("make", "said"),
     [
         (lambda: af.MoE(af.GatedFFN(4), 2, 3), r"`top_k` must be at most `num_experts` \(2\), but is 3"),
-        (lambda: af.MoE(af.GatedFFN(4), 0), "num_experts: input should be greater than 0, but is 0"),
+        (lambda: af.MoE(af.GatedFFN(4), 0), "num_experts: must be greater than 0, but is 0"),
         (
             lambda: af.MoE(af.GatedFFN(4), 2, balance=-1.0),
-            "balance: input should be greater than or equal to 0, but is -1",
+            "balance: must be greater than or equal to 0, but is -1",
         ),
     ],
 )

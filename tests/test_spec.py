@@ -184,11 +184,11 @@ def test_what_is_wrong_and_where(data: dict[str, Any], said: str) -> None:
     [
         (lambda: gpt().replace(dim="8x"), "dim: "),
         (lambda: gpt().replace(dim=8.5), "dim: "),
-        (lambda: gpt().replace(dim=0), "dim: input should be greater than 0, but is 0"),
-        (lambda: gpt().replace(dim=None), "dim: input should be a valid integer, but is None"),
+        (lambda: gpt().replace(dim=0), "dim: must be greater than 0, but is 0"),
+        (lambda: gpt().replace(dim=None), "dim: must be a whole number, but is None"),
         (lambda: gpt().replace(decoder=layer(LOCAL)), "decoder: "),
         (lambda: gpt().replace(decoder=(LOCAL,)), "decoder.0: needs a Block, but is Attention(num_heads=4, "),
-        (lambda: af.Attention(4, bias=("q", "o")), "bias.1: input should be 'q', 'k', 'v' or 'out', but is 'o'"),
+        (lambda: af.Attention(4, bias=("q", "o")), "bias.1: must be 'q', 'k', 'v' or 'out', but is 'o'"),
         (lambda: af.Attention(4, bias=True), "bias: "),
         (
             lambda: af.Attention(4, position={"kind": "rotary", "frequencies": "yarn"}),
@@ -301,7 +301,7 @@ def test_replace_takes_what_a_field_takes() -> None:
             "decoder.0: unknown field of Block 'mixr'; did you mean 'mixer'? known: branches, ",
         ),
         ("decoder.9.mixer", None, "decoder: unknown item '9'; known: *, 0, 1, "),
-        ("dim.x", 3, "dim: has nothing below it, but the path goes on to 'x'"),
+        ("dim.x", 3, "dim: is 8 and has nothing below it, but the path goes on to 'x'"),
         ("decoder.*.ffn.hiden", 3, "unknown field of GatedFFN 'hiden'; did you mean 'hidden'?"),
         ("encoder.*.mixer", None, "encoder: `*` matches nothing: there are no items"),
         ("decoder.*.mixer.num_heads", "x", "num_heads: "),

@@ -70,6 +70,8 @@ class Block(Spec):
     norm: Norm | None = None
 
     def check(self) -> None:
+        if not self.branches:
+            raise SpecError("a block needs at least one branch")
         if self.join == "sequence" and self.norm is not None:
             raise SpecError("`norm` is for parallel blocks: in a sequence each branch has its own `pre`")
         if self.join == "parallel" and any(branch.after for branch in self.branches):
@@ -97,7 +99,10 @@ class Block(Spec):
     @property
     def mixer(self) -> Mixer:
         """The op of the first branch that mixes tokens."""
-        return next(branch.op for branch in self.branches if isinstance(branch.op, Mixer))
+        for branch in self.branches:
+            if isinstance(branch.op, Mixer):
+                return branch.op
+        raise SpecError(f"this block has no mixer, but only {', '.join(self.names())}")
 
     def names(self) -> list[str]:
         """A name for each branch: its role, numbered from the second of a kind on."""

@@ -18,7 +18,8 @@ T = TypeVar("T")
 @dataclasses.dataclass(frozen=True, slots=True)
 class Context:
     """`tokens` of x; `memory` (B, S, D) and its tokens for cross-attention; `store`, this branch's part of the cache;
-    `kernel`, a forced attention kernel; `context_len`, the length that length-dependent schedules plan for; `memo`,
+    `kernel`, a forced attention kernel; `context_len`, the length that
+    length-dependent schedules plan for (None: that of the tokens); `memo`,
     what was derived in this pass and is shared by all layers (masks, rotary phases): it lives as long as the pass.
     """
 
@@ -27,7 +28,7 @@ class Context:
     memory_tokens: Tokens | None = None
     store: Any = None
     kernel: Any = None
-    context_len: int = 0
+    context_len: int | None = None
     memo: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
     def at(self, store: Any) -> Context:

@@ -47,6 +47,9 @@ class TransformerSpec(Spec):
             for i, block in enumerate(blocks):
                 for name, branch in zip(block.names(), block.branches, strict=True):
                     self._check_op(branch.op, (stack, i, name))
+        ops = [branch.op for block in self.decoder for branch in block.branches]
+        if self.encoder and self.decoder and not any(isinstance(op, CrossAttention) for op in ops):
+            raise SpecError("the decoder has no cross-attention, so it would never read the encoder: add a branch")
 
     def _check_op(self, op: Any, path: tuple[str | int, ...]) -> None:
         reason = op.reject(causal=path[0] == "decoder")
@@ -177,19 +180,30 @@ class Transformer(nn.Module):
         `source`, or `memory` if it was encoded before. `kernel` forces an attention kernel. `context_len` is the length
         that dynamic schedules plan for: left out, the cache's capacity or the input's length.
         """
+        if last is not None and last < 0:
+            raise ValueError(f"`last` must be at least 0, but is {last}")
         if self.decoder is None:
+            if source is not None or memory is not None or cache is not None:
+                raise ValueError("an encoder alone takes `ids` only: `source`, `memory` and `cache` are for decoders")
             states = self.encode(ids, tokens, types=types, kernel=kernel, context_len=context_len)
         else:
-            if memory is None and self.encoder is not None:
-                if source is None:
-                    raise ValueError("an encoder-decoder needs `source` ids, or `memory` from `encode`")
-                memory = self.encode(source, source_tokens, kernel=kernel)
+            memory = self._memory(source, source_tokens, memory, kernel)
             states = self.decode(
                 ids, tokens, memory=memory, types=types, cache=cache, kernel=kernel, context_len=context_len
             )
         x = states.x if last is None else states.x[:, max(states.x.shape[1] - last, 0) :]
         logits: Tensor = self.head(x)
         return logits
+
+    def _memory(
+        self, source: Tensor | None, tokens: Tokens | None, memory: States | None, kernel: Any
+    ) -> States | None:
+        """The encoder's output, given or made now."""
+        if source is None:
+            return memory
+        if memory is not None:
+            raise ValueError("`source` and `memory` say the same thing twice: give one of them")
+        return self.encode(source, tokens, kernel=kernel)
 
     def encode(
         self,
@@ -202,9 +216,9 @@ class Transformer(nn.Module):
     ) -> States:
         """Hidden states of the encoder."""
         if self.encoder is None:
-            raise ValueError("this model has no encoder: call decode")
+            raise ValueError("this model has no encoder, so it reads no `source`")
         tokens = self._tokens(ids, tokens, 0)
-        ctx = Context(tokens, kernel=kernel, context_len=_context_len(context_len, tokens))
+        ctx = Context(tokens, kernel=kernel, context_len=context_len)
         x, aux = self.encoder(self._embed("encoder", ids, tokens, types), ctx)
         return States(x, tokens, aux)
 
@@ -223,6 +237,7 @@ class Transformer(nn.Module):
         if self.decoder is None:
             raise ValueError("this model has no decoder: call encode")
         tokens = self._tokens(ids, tokens, cache.used if cache else 0)
+        self._check_memory(memory, tokens.batch)
         x = self._embed("decoder", ids, tokens, types)
         if cache is not None:
             if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
@@ -234,7 +249,7 @@ class Transformer(nn.Module):
             memory=memory.x if memory else None,
             memory_tokens=memory.tokens if memory else None,
             kernel=kernel,
-            context_len=_context_len(context_len, tokens),
+            context_len=context_len,
         )
         x, aux = self.decoder(x, ctx, cache.stores if cache else None)
         return States(x, tokens, aux if memory is None else _both(aux, memory.aux))
@@ -247,7 +262,19 @@ class Transformer(nn.Module):
         cache.stores = self.decoder.new_stores(cache)
         return cache
 
+    def _check_memory(self, memory: States | None, batch: int) -> None:
+        if (memory is None) != (self.encoder is None):
+            raise ValueError(
+                "an encoder-decoder needs `source` ids, or `memory` from `encode`"
+                if memory is None
+                else "a decoder alone has no cross-attention to read `memory` with"
+            )
+        if memory is not None and memory.tokens.batch != batch:
+            raise ValueError(f"the source has {memory.tokens.batch} rows, but the ids have {batch}")
+
     def _tokens(self, ids: Tensor, tokens: Tokens | None, start: int) -> Tokens:
+        if ids.dim() != 2:
+            raise ValueError(f"`ids` must be (B, T), but are {tuple(ids.shape)}: for one text use ids[None]")
         tokens = tokens or Tokens.arange(*ids.shape, start=start, device=ids.device)
         if (tokens.batch, tokens.length) != tuple(ids.shape):
             raise ValueError(f"`tokens` are for {(tokens.batch, tokens.length)}, but `ids` are {tuple(ids.shape)}")
@@ -258,10 +285,6 @@ class Transformer(nn.Module):
     def _embed(self, stack: str, ids: Tensor, tokens: Tokens, types: Tensor | None) -> Tensor:
         x: Tensor = self.embeds[stack](self.tokens(ids), tokens, types)
         return x
-
-
-def _context_len(given: int | None, tokens: Tokens) -> int:
-    return tokens.end if given is None else given
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:

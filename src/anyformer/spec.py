@@ -17,6 +17,8 @@ import difflib
 import functools
 import inspect
 import json
+import math
+import reprlib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
@@ -130,9 +132,11 @@ class Spec:
     @classmethod
     def from_yaml(cls, text: str) -> Self:
         try:
-            return cls.parse(yaml.safe_load(text))
+            return cls.parse(yaml.load(text, _NoRepeats))
         except yaml.YAMLError as error:
-            raise SpecError("is not YAML: " + " ".join(str(error).split())) from None
+            raise SpecError(
+                "is not YAML: " + " ".join(str(error).replace('in "<unicode string>", ', "").split())
+            ) from None
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
@@ -170,6 +174,17 @@ class Spec:
         for name in fields:
             _known(name, self._names(), f"field of {type(self).__name__}")
         return dataclasses.replace(changed, **fields)  # type: ignore[type-var]
+
+
+class _NoRepeats(yaml.SafeLoader):
+    """YAML in which a key may stand once in its mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            raise SpecError(f"line {node.start_mark.line + 1} of the YAML begins a mapping that has {twice[0]!r} twice")
+        return super().construct_mapping(node, deep)
 
 
 class Part(Spec):
@@ -264,22 +279,26 @@ def _hints(cls: type[Spec]) -> dict[str, Any]:
 
 def _validated(adapter: pydantic.TypeAdapter[Any], value: Any, name: str) -> Any:
     try:
-        return adapter.validate_python(value)
+        valid = adapter.validate_python(value)
     except pydantic.ValidationError as error:
         raise _explained(error, name) from None
+    not_a_number = isinstance(value, bool) and not isinstance(valid, bool)
+    if not_a_number or (isinstance(valid, float) and not math.isfinite(valid)):
+        raise SpecError(f"must be a finite number, but is {value}", (name,))
+    return valid
 
 
 def _explained(error: pydantic.ValidationError, name: str) -> SpecError:
     """The first thing that is wrong, in one sentence."""
     first = error.errors()[0]
-    path: Path = (
-        name,
-        *(key for key in first["loc"] if isinstance(key, int)),
-    )  # the words in a loc name union branches
+    places = (key for key in first["loc"] if isinstance(key, int))  # the words in a loc name branches of a union
+    path: Path = (name, *places)
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, SpecError):
         return inner.within(path)
-    return SpecError(f"{first['msg'][0].lower()}{first['msg'][1:]}, but is {first['input']!r}", path)
+    said = first["msg"].removeprefix("Input should").split(", unable to")[0].strip()
+    said = said.replace("a valid integer", "a whole number").replace("a valid tuple", "a list")
+    return SpecError(f"must {said}, but is {reprlib.repr(first['input'])}", path)
 
 
 def _known(name: str, known: Iterable[str], what: str, fault: type[SpecError] = SpecError) -> None:
@@ -329,7 +348,7 @@ def _replaced(node: Any, path: Path, value: Any) -> Any:
     if isinstance(node, tuple):
         return _replaced_items(node, str(head), rest, value)
     if not isinstance(node, Spec):
-        raise NoSuchPlace(f"has nothing below it, but the path goes on to {head!r}")
+        raise NoSuchPlace(f"is {node!r} and has nothing below it, but the path goes on to {head!r}")
     if head in node.aliases():
         return _replaced(node, (*node.aliases()[str(head)], *rest), value)
     _known(str(head), [*node._names(), *node.aliases()], f"field of {type(node).__name__}", NoSuchPlace)

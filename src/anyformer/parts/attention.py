@@ -149,7 +149,7 @@ class CrossAttention(Attention, kind="cross_attention"):
             raise SpecError("positions of two different texts cannot be compared: leave `pattern` and `position` out")
 
     def reject(self, causal: bool) -> str | None:
-        return None if causal else "an encoder has no memory to attend to"
+        return None if causal else "cross-attention belongs in a decoder: an encoder has no other text to attend to"
 
 
 class CrossAttentionModule(AttentionModule):
@@ -186,8 +186,8 @@ def attend(
     queries the last T of them, as in decoding with a cache. `position` is a spec, or a module where it has weights.
     A query that sees no key gives zeros. Raises ValueError if the forced `kernel` cannot do what is asked.
     """
-    (batch, length, num_heads, width), (_, size, groups, _) = q.shape, k.shape
-    _check_heads(num_heads, groups, k, v)
+    _check_heads(q, k, v)
+    (batch, length, num_heads, width), size = q.shape, k.shape[1]
     _check_tokens(tokens, batch, length, "tokens")
     _check_tokens(key_tokens, batch, size, "key_tokens")
     if tokens is None and length > size and pattern != Full():
@@ -219,11 +219,14 @@ def _position(spec: Position | None, width: int, num_heads: int, shared: Shared)
     return module
 
 
-def _check_heads(num_heads: int, groups: int, k: Tensor, v: Tensor) -> None:
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    (batch, _, num_heads, width), groups = q.shape, k.shape[2]
     if groups == 0 or num_heads % groups:
         raise ValueError(f"{num_heads} query heads must be a multiple of the key-value heads, which are {groups}")
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"keys and values must have equal (B, S, G), but have {(*k.shape[:3],)} and {(*v.shape[:3],)}")
+    if k.shape != v.shape:
+        raise ValueError(f"keys and values must have equal shapes, but have {tuple(k.shape)} and {tuple(v.shape)}")
+    if (batch, width) != (k.shape[0], k.shape[3]):
+        raise ValueError(f"queries and keys must agree in B and K, but are {tuple(q.shape)} and {tuple(k.shape)}")
 
 
 def _check_tokens(tokens: Tokens | None, batch: int, length: int, name: str) -> None:

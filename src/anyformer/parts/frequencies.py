@@ -7,16 +7,20 @@ position adds, for each of the width / 2 pairs.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 from pydantic import PositiveFloat, PositiveInt
 
-from anyformer.spec import Part
+from anyformer.spec import Part, SpecError
 
 __all__ = ["NTK", "DynamicNTK", "Frequencies", "Linear", "Llama3", "Plain", "YaRN"]
 
 
 class Frequencies(Part):
     """Base of all frequency schedules."""
+
+    looks_at_length: ClassVar[bool] = False
+    """Whether `inverse` depends on `length`; where it does not, nobody need find the length out."""
 
     def inverse(self, width: int, base: float, length: int) -> list[float]:
         """Angles per position, one for each pair; `length` is the context planned for (only dynamic schedules look)."""
@@ -70,6 +74,7 @@ class DynamicNTK(Frequencies, kind="dynamic_ntk"):
     cache's capacity, so that all pieces of one text agree.
     """
 
+    looks_at_length = True
     factor: PositiveFloat
     original_len: PositiveInt
 
@@ -122,6 +127,13 @@ class Llama3(Frequencies, kind="llama3"):
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
     original_len: PositiveInt = 8192
+
+    def check(self) -> None:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise SpecError(
+                f"`high_freq_factor` must be more than `low_freq_factor` ({self.low_freq_factor}), "
+                f"but is {self.high_freq_factor}"
+            )
 
     def inverse(self, width: int, base: float, length: int) -> list[float]:
         return [self._scaled(f) for f in Plain().inverse(width, base, length)]

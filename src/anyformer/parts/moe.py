@@ -36,6 +36,9 @@ class MoE(FeedForward, kind="moe"):
         if self.top_k > self.num_experts:
             raise SpecError(f"`top_k` must be at most `num_experts` ({self.num_experts}), but is {self.top_k}")
 
+        if isinstance(self.expert, MoE) or isinstance(self.shared, MoE):
+            raise SpecError("an expert cannot be a mixture of experts itself: use a dense_ffn or a gated_ffn")
+
     def build(self, dim: int, shared: Shared) -> MoEModule:
         return MoEModule(self, dim, shared)
 

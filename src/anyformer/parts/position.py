@@ -179,17 +179,24 @@ class Rotary(Position, kind="rotary"):
         turning = self.turning(width)
         angles = _phases(pos, self.frequencies.inverse(turning, self.base, length))[:, :, None]
         gain = self.frequencies.gain()
-        return (angles.cos() * gain).float(), (angles.sin() * gain).float()
+        return angles.cos() * gain, angles.sin() * gain
 
 
 class RotaryModule(PositionModule):
     def at_heads(self, x: Float[Tensor, "B T H K"], tokens: Tokens, ctx: Context) -> Float[Tensor, "B T H K"]:
         spec = self.spec
         assert isinstance(spec, Rotary)
-        width, length = x.shape[-1], ctx.context_len
-        key = ("phases", spec, width, length)
-        cos, sin = ctx.once(key, (tokens,), lambda: spec.phases(tokens.row().pos, width, length))
+        width, wide = x.shape[-1], at_least_float32(x).dtype
+        key = ("phases", spec, width, wide)
+        cos, sin = ctx.once(key, (tokens,), lambda: self._phases(spec, tokens, width, wide, ctx.context_len))
         return rotate(x, cos, sin, spec.layout)
+
+    def _phases(
+        self, spec: Rotary, tokens: Tokens, width: int, wide: torch.dtype, context_len: int | None
+    ) -> tuple[Tensor, Tensor]:
+        length = (context_len or tokens.end) if spec.frequencies.looks_at_length else 0
+        cos, sin = spec.phases(tokens.row().pos, width, length)
+        return cos.to(wide), sin.to(wide)
 
 
 def rotate(x: Float[Tensor, "B T H K"], cos: Tensor, sin: Tensor, layout: str) -> Float[Tensor, "B T H K"]:
@@ -197,7 +204,6 @@ def rotate(x: Float[Tensor, "B T H K"], cos: Tensor, sin: Tensor, layout: str) -
     turning = 2 * cos.shape[-1]
     turned, rest = x[..., :turning], x[..., turning:]
     wide = at_least_float32(turned)
-    cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
     if layout == "half":
         a, b = wide.chunk(2, -1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

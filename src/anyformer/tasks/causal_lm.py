@@ -106,7 +106,7 @@ class CausalLM(Task):
 
     def loss(self, model: Transformer, batch: Batch) -> Loss:
         ids, targets, document = (torch.from_numpy(part).to(model.device) for part in batch)
-        logits, aux = self.forward(model, ids, Tokens.packed(document))
+        logits, aux = self.forward(model, ids, Tokens.packed(_from_zero(document)))
         total = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
         return Loss(total, (targets != IGNORE).sum(), aux)
 
@@ -130,6 +130,11 @@ def logits_and_aux(model: Transformer, ids: Tensor, tokens: Tokens) -> tuple[Ten
     """Logits (B, T, V), and the auxiliary loss or None."""
     states = model.decode(ids, tokens)
     return model.head(states.x), states.aux
+
+
+def _from_zero(document: Tensor) -> Tensor:
+    """Documents numbered from 0 in each row: a batch with one document a row is then seen to be plain text."""
+    return (document - document[:, :1]).masked_fill(document < 0, -1)
 
 
 def _tokenizer(documents: Sequence[Document], vocab_size: int | None) -> Tokenizer:
