@@ -200,18 +200,12 @@ class RotaryModule(PositionModule):
 
 
 def rotate(x: Float[Tensor, "B T H K"], cos: Tensor, sin: Tensor, layout: str) -> Float[Tensor, "B T H K"]:
-    """Turn the first 2 × cos.shape[-1] channels of x; the others stay."""
-    turning = 2 * cos.shape[-1]
-    turned, rest = x[..., :turning], x[..., turning:]
-    wide = at_least_float32(turned)
-    if layout == "half":
-        a, b = wide.chunk(2, -1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    else:
-        a, b = wide[..., 0::2], wide[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+    """Turn the first 2 × half channels of x, half = cos.shape[-1]; the others stay."""
+    half = cos.shape[-1]
+    pairs, axis = ((2, half), -2) if layout == "half" else ((half, 2), -1)
+    a, b = at_least_float32(x[..., : 2 * half]).unflatten(-1, pairs).unbind(axis)
+    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), axis).flatten(-2).to(x.dtype)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
 
 
 class Alibi(Position, kind="alibi"):

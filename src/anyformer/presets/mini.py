@@ -17,7 +17,7 @@ __all__ = ["bert_mini", "gpt_mini", "t5_mini"]
 
 def gpt_mini() -> TransformerSpec:
     """A decoder as they are built today: rotary positions, RMSNorm before each branch, SwiGLU."""
-    mixer = Attention(num_heads=4, position=Rotary(), qk_norm=RMSNorm())
+    mixer = Attention(num_heads=4, position=Rotary())
     block = Block.pre(mixer, GatedFFN(hidden=384), norm=RMSNorm())
     return TransformerSpec(
         dim=128, vocab_size=2048, embed=Embed(tied=True), decoder=cycle([block], 4), final_norm=RMSNorm()
