@@ -10,7 +10,7 @@ help:  ## this list
 
 demo: $(INSTALLED)  ## install, train a small GPT on Python's own library for 85 seconds, generate, draw the loss
 	rm -rf runs/demo
-	$(BIN)/anyformer train gpt-mini --data stdlib --seconds 85 --steps 100000 --out runs/demo
+	$(BIN)/anyformer train gpt-mini --data stdlib --seconds 85 --steps 100000 --lr 0.01 --out runs/demo
 	$(BIN)/anyformer generate runs/demo "def main(" --temperature 0.6 --top-p 0.95 --max-new-tokens 120 --seed 1
 
 test: check test-fast  ## everything that CI runs
@@ -28,7 +28,8 @@ test-slow: $(INSTALLED)  ## the slow lane: tests that take minutes
 
 bench: $(INSTALLED)  ## speed, as ratios to peers measured in the same run; results in benchmarks/results
 	$(BIN)/pip install -q -c constraints.txt -e .[bench]
-	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/training.py --compile
+	$(BIN)/python benchmarks/imports.py
 
 format: $(INSTALLED)  ## format and mend what can be mended
 	$(BIN)/ruff format .

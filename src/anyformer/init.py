@@ -1,4 +1,4 @@
-"""Init: every weight initialisation, one documented function a scheme. Biases start at 0, norms at 1 in all of them."""
+"""Init: every weight initialisation, one documented function a scheme. Biases (T5's tables too) start at 0, norms at 1."""
 
 from __future__ import annotations
 
@@ -19,33 +19,43 @@ __all__ = ["fan_in_init", "gpt2_init"]
 def gpt2_init(model: nn.Module, std: float = 0.02) -> None:
     """GPT-2 (Radford et al. 2019, section 2.3): normal with `std` everywhere; projections back into the residual
     stream are divided by √(branches of the stack), so that the stream does not grow with depth."""
-    _linears(model, lambda linear: std)
-    _tables(model, std)
+    _linears(model, lambda width: std)
+    _tables(model, lambda width: std)
 
 
 @torch.no_grad()
-def fan_in_init(model: nn.Module, table_std: float = 0.02) -> None:
-    """Normal with std 1 / √(inputs), whatever the width, so that small and large models start alike; tables as GPT-2's.
-    Projections back into the residual stream are divided as GPT-2's."""
-    _linears(model, lambda linear: linear.in_features**-0.5)
-    _tables(model, table_std)
+def fan_in_init(model: nn.Module) -> None:
+    """Normal with std 1 / √width, of the input of a map or of a table's vectors, so that small and large models start
+    alike; an untied head with 1 / width, so that its first guess is even. Projections back into the residual stream are
+    divided as GPT-2's."""
+    _linears(model, lambda width: width**-0.5)
+    _tables(model, lambda width: width**-0.5)
+    for head in model.modules():
+        if isinstance(head, LMHeadModule) and all(head.weight is not table.weight for table in _embeddings(model)):
+            head.weight.normal_(0.0, 1 / head.weight.shape[-1])
 
 
-def _linears(model: nn.Module, std: Callable[[nn.Linear], float]) -> None:
+def _linears(model: nn.Module, std: Callable[[int], float]) -> None:
     shrink = _into_residual(model)
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.weight.normal_(0.0, std(module) / shrink.get(module, 1.0))
+            module.weight.normal_(0.0, std(module.in_features) / shrink.get(module, 1.0))
             if module.bias is not None:
                 module.bias.zero_()
 
 
-def _tables(model: nn.Module, std: float) -> None:
+def _tables(model: nn.Module, std: Callable[[int], float]) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding | LMHeadModule):
-            module.weight.normal_(0.0, std)
-        elif isinstance(module, LearnedModule | RelativeBiasModule):
-            module.table.normal_(0.0, std)
+            module.weight.normal_(0.0, std(module.weight.shape[-1]))
+        elif isinstance(module, LearnedModule):
+            module.table.normal_(0.0, std(module.table.shape[-1]))
+        elif isinstance(module, RelativeBiasModule):
+            module.table.zero_()
+
+
+def _embeddings(model: nn.Module) -> list[nn.Embedding]:
+    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
 
 
 def _into_residual(model: nn.Module) -> dict[nn.Module, float]:

@@ -17,11 +17,9 @@ __all__ = ["bert_mini", "gpt_mini", "t5_mini"]
 
 def gpt_mini() -> TransformerSpec:
     """A decoder as they are built today: rotary positions, RMSNorm before each branch, SwiGLU."""
-    mixer = Attention(num_heads=4, position=Rotary())
-    block = Block.pre(mixer, GatedFFN(hidden=384), norm=RMSNorm())
-    return TransformerSpec(
-        dim=128, vocab_size=2048, embed=Embed(tied=True), decoder=cycle([block], 4), final_norm=RMSNorm()
-    )
+    block = Block.pre(Attention(num_heads=3, position=Rotary()), GatedFFN(hidden=288), norm=RMSNorm())
+    embed = Embed(tied=False, scale="sqrt_dim")
+    return TransformerSpec(dim=96, vocab_size=2048, embed=embed, decoder=cycle([block], 3), final_norm=RMSNorm())
 
 
 def bert_mini() -> TransformerSpec:

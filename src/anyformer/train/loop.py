@@ -34,8 +34,8 @@ class TrainSpec(Spec):
 
     steps: PositiveInt = 2000
     seconds: PositiveFloat | None = None
-    batch_size: PositiveInt = 16
-    length: PositiveInt = 256
+    batch_size: PositiveInt = 8
+    length: PositiveInt = 128
     optimizer: AdamW = AdamW()
     evaluations: PositiveInt = 10
     seed: NonNegativeInt = 0

@@ -22,7 +22,7 @@ class AdamW(Spec):
     vectors do not.
     """
 
-    lr: PositiveFloat = 3e-3
+    lr: PositiveFloat = 5e-3
     warmup: NonNegativeFloat = 0.03
     floor: NonNegativeFloat = 0.0
     weight_decay: NonNegativeFloat = 0.1
