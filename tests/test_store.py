@@ -105,7 +105,18 @@ def test_split_is_whole_and_close_to_the_share(seed: int, share: float) -> None:
 def test_split_counts_bytes_not_characters() -> None:
     documents = [Document(str(i), "汉" * 100) for i in range(10)] + [Document(f"a{i}", "x" * 100) for i in range(10)]
     _, held = split_documents(documents, 0.25, 0)
-    assert sum(len(document.text.encode()) for document in held) == 1000
+    assert abs(sum(len(document.text.encode()) for document in held) - 1000) <= 100  # by characters: 500
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_split_draws_evenly_from_every_part(seed: int) -> None:
+    """Of ten folders with ten files each, a tenth held out is one file of each, give or take one."""
+    documents = [Document(f"{i // 10}/{i % 10}", "x" * 100) for i in range(100)]
+    _, held = split_documents(documents, 0.1, seed)
+    folders = [document.name[0] for document in held]
+    assert len(folders) == 10
+    assert len(set(folders)) >= 8
+    assert all(folders.count(folder) <= 2 for folder in folders)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1000, 1), (1000, 1000, 1000)])

@@ -1,4 +1,4 @@
-"""Init: every weight initialisation, one documented function a scheme. Biases (T5's tables too) start at 0, norms at 1."""
+"""Init: every weight initialisation, one documented function a scheme. Biases and T5's tables start at 0, norms at 1."""
 
 from __future__ import annotations
 

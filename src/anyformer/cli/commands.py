@@ -52,7 +52,7 @@ SET = click.option(
 @click.option("--length", default=128, show_default=True, help="Tokens a window.")
 @click.option("--lr", default=5e-3, show_default=True, help="Highest learning rate of AdamW.")
 @click.option("--vocab", default="2048", show_default=True, help="Size of the tokenizer to train, or `bytes`.")
-@click.option("--held-out", default=0.03, show_default=True, help="Share of the text that is kept for evaluation.")
+@click.option("--held-out", default=0.1, show_default=True, help="Share of the text that is kept for evaluation.")
 @click.option("--evaluations", default=10, show_default=True, help="How often to measure on held-out text.")
 @click.option("--prompt", default="", help="What samples begin with.  [default: a new document]")
 @click.option("--seed", default=0, show_default=True, help="Of weights, split and order.")

@@ -27,7 +27,7 @@ def pretrain(
     out: Path,
     data: str = "stdlib",
     vocab_size: int | None = 2048,
-    held_out: float = 0.03,
+    held_out: float = 0.1,
     prompt: str = "",
     compiled: bool = False,
     resume: bool = False,

@@ -32,8 +32,8 @@ _HEADER = 1024  # bytes before the tokens: the header of the safetensors format,
 def split_documents(documents: Sequence[Document], held_out: float, seed: int) -> tuple[list[Document], list[Document]]:
     """Split whole documents into (train, held out), both in the order given; neither is empty.
 
-    Documents are drawn in an order shuffled by `seed`, each held out if that brings the share of UTF-8 bytes closer to
-    `held_out`. A single document is cut near its end instead, after a line end if there is one nearby.
+    Documents are drawn evenly over the order given, so that each folder gives its share, from a start that `seed`
+    chooses; each is held out if that brings the share of UTF-8 bytes closer to `held_out`. A single document is cut near its end instead, after a line end if there is one nearby.
 
     Raises:
         ValueError: the share is not between 0 and 1; there is no document, or one without text; the only document has
@@ -56,7 +56,7 @@ def split_documents(documents: Sequence[Document], held_out: float, seed: int) -
 def _choose(sizes: list[int], held_out: float, seed: int) -> set[int]:
     """Indices of the documents held out: at least one, and not all."""
     target, total, chosen = held_out * sum(sizes), 0, set()
-    for i in np.random.default_rng(seed).permutation(len(sizes)).tolist():
+    for i in _evenly(len(sizes), seed):
         if abs(total + sizes[i] - target) < abs(total - target):
             chosen.add(i)
             total += sizes[i]
@@ -64,6 +64,14 @@ def _choose(sizes: list[int], held_out: float, seed: int) -> set[int]:
     if len(chosen) == len(sizes):
         chosen.remove(smallest)
     return chosen or {smallest}
+
+
+def _evenly(count: int, seed: int) -> list[int]:
+    """All of range(count), in an order whose every beginning is spread over the whole: multiples of the golden ratio."""
+    start = np.random.default_rng(seed).random()
+    steps = start + np.arange(4 * count) * (math.sqrt(5) - 1) / 2
+    drawn = dict.fromkeys((steps % 1 * count).astype(int).tolist())
+    return [*drawn, *(i for i in range(count) if i not in drawn)]
 
 
 def _cut(document: Document, held_out: float) -> tuple[list[Document], list[Document]]:
