@@ -27,7 +27,7 @@ from anyformer.inspect.limits import matmul_rate
 from anyformer.tokens import Tokens
 from anyformer.train.optim import AdamW
 
-BATCH, LENGTH, ROUNDS, STEPS = 8, 128, 9, 10
+BATCH, LENGTH, ROUNDS, STEPS = 8, 128, 13, 12
 SPEC = af.preset("gpt-mini")
 
 
@@ -75,11 +75,15 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def contestants(compiled: bool) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+Models = dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]
+
+
+def contestants(compiled: bool) -> Models:
+    """Each model, and its way from ids to logits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     layers, mixer, ffn = len(SPEC.decoder), SPEC.decoder[0].mixer, SPEC.decoder[0].branches[1].op
-    ours = SPEC.build()
+    ours, twin = SPEC.build(), SPEC.build()
     minimal = Minimal(SPEC.vocab_size, SPEC.dim, layers, mixer.num_heads, ffn.hidden, LENGTH)
     config = LlamaConfig(
         vocab_size=SPEC.vocab_size,
@@ -92,13 +96,14 @@ def contestants(compiled: bool) -> dict[str, tuple[nn.Module, Callable[[Tensor],
     )
     llama = LlamaForCausalLM(config)
     document = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    found: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
+
+    found: Models = {
         "anyformer": (ours, lambda ids: ours(ids, Tokens.packed(document))),
         "hand-written": (minimal, minimal),
         "transformers": (llama, lambda ids: llama(ids, use_cache=False).logits),
     }
     if compiled:
-        found["anyformer, compiled"] = (twin := SPEC.build(), torch.compile(lambda ids: twin(ids)))
+        found["anyformer, compiled"] = (twin, torch.compile(lambda ids: twin(ids)))
     return found
 
 
@@ -107,8 +112,7 @@ def stepper(model: nn.Module, forward: Callable[[Tensor], Tensor]) -> Callable[[
     model.train()
 
     def step(ids: Tensor) -> None:
-        logits = forward(ids[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        F.cross_entropy(forward(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

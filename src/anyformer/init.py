@@ -1,4 +1,7 @@
-"""Init: every weight initialisation, one documented function a scheme. Biases and T5's tables start at 0, norms at 1."""
+"""Init: every weight initialisation, a documented function a scheme.
+
+Biases and T5's tables start at 0, norms at 1, in all of them.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ def split_documents(documents: Sequence[Document], held_out: float, seed: int) -
     """Split whole documents into (train, held out), both in the order given; neither is empty.
 
     Documents are drawn evenly over the order given, so that each folder gives its share, from a start that `seed`
-    chooses; each is held out if that brings the share of UTF-8 bytes closer to `held_out`. A single document is cut near its end instead, after a line end if there is one nearby.
+    chooses; each is held out if that brings the share of UTF-8 bytes closer to `held_out`. A single document is cut
+    near its end instead, after a line end if there is one nearby.
 
     Raises:
         ValueError: the share is not between 0 and 1; there is no document, or one without text; the only document has
@@ -67,7 +68,7 @@ def _choose(sizes: list[int], held_out: float, seed: int) -> set[int]:
 
 
 def _evenly(count: int, seed: int) -> list[int]:
-    """All of range(count), in an order whose every beginning is spread over the whole: multiples of the golden ratio."""
+    """All of range(count), in an order whose every beginning is spread over the whole: by the golden ratio."""
     start = np.random.default_rng(seed).random()
     steps = start + np.arange(4 * count) * (math.sqrt(5) - 1) / 2
     drawn = dict.fromkeys((steps % 1 * count).astype(int).tolist())
