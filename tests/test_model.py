@@ -226,7 +226,7 @@ def test_a_new_model_guesses_evenly() -> None:
 @pytest.mark.parametrize(("last", "kept"), [(1, 1), (3, 3), (LENGTH, LENGTH), (99, LENGTH), (0, 0)])
 def test_last(last: int, kept: int) -> None:
     model, x = llama().build(), ids(batch=2)
-    torch.testing.assert_close(model(x, last=last), model(x)[:, LENGTH - kept :], rtol=0, atol=1e-6)
+    torch.testing.assert_close(model(x, last=last), model(x)[:, LENGTH - kept :], rtol=1e-6, atol=1e-6)
     assert model(x, last=last).shape == (2, kept, VOCAB)
 
 
