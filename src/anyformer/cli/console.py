@@ -78,10 +78,12 @@ class RunWatcher(Watcher):
             self._append_sample(f"--- step {trainer.step}: {said}\n{sample}\n")
         self.draw()
 
-    def resume(self, step: int) -> None:
-        """Drop what was recorded after the step that the run goes on from."""
-        kept = [row for row in read_metrics(self.metrics) if row["step"] <= step]
-        write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+    def begin(self, step: int) -> None:
+        """Drop what was recorded after the step that the run goes on from; all of it at step 0."""
+        rows = read_metrics(self.metrics) if self.metrics.exists() else []
+        write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+        if step == 0:
+            (self.folder / "samples.txt").unlink(missing_ok=True)
 
     def draw(self) -> None:
         """Draw `loss.png` from `metrics.jsonl`."""

@@ -32,7 +32,7 @@ def pretrain(
     compiled: bool = False,
     resume: bool = False,
     seed: int = 0,
-    lr: float = 3e-3,
+    lr: float = 5e-3,
     **choices: float | None,
 ) -> Trainer:
     """Prepare the text, build the model, train it, and leave a run in `out`."""
@@ -53,7 +53,7 @@ def pretrain(
     trainer = Trainer(model, task, plan, watcher, partial(_save, out, corpus))
     if resume:
         trainer.restore(load_state(out / "state.pt"))
-        watcher.resume(trainer.step)
+    watcher.begin(trainer.step)
     _announce(model.spec, plan)
     write_text(out / "train.yaml", plan.to_yaml())
     with watcher.bar:
