@@ -29,6 +29,7 @@ test-slow: $(INSTALLED)  ## the slow lane: tests that take minutes
 bench: $(INSTALLED)  ## speed, as ratios to peers measured in the same run; results in benchmarks/results
 	$(BIN)/pip install -q -c constraints.txt -e .[bench]
 	$(BIN)/python benchmarks/training.py --compile
+	$(BIN)/python benchmarks/loss.py
 	$(BIN)/python benchmarks/imports.py
 
 format: $(INSTALLED)  ## format and mend what can be mended

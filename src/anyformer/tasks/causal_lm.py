@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from anyformer.data.baselines import bigram_bits_per_byte, gzip_bits_per_byte
 from anyformer.data.documents import Document, Skipped, read_documents
@@ -22,6 +21,7 @@ from anyformer.model import Transformer
 from anyformer.text.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from anyformer.tokens import Tokens
 from anyformer.train.loop import Loss, Task
+from anyformer.train.loss import cross_entropy
 
 __all__ = ["CausalLM", "Corpus", "logits_and_aux", "prepare", "reopen"]
 
@@ -106,7 +106,7 @@ class CausalLM(Task):
     def loss(self, model: Transformer, batch: Batch) -> Loss:
         ids, targets, document = (torch.from_numpy(part).to(model.device) for part in batch)
         logits, aux = self.forward(model, ids, Tokens.packed(_from_zero(document)))
-        total = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        total = cross_entropy(logits.flatten(0, 1), targets.flatten())
         return Loss(total, (targets != IGNORE).sum(), aux)
 
     def evaluate(self, model: Transformer, last: bool) -> dict[str, float]:
