@@ -65,3 +65,9 @@ def test_files_that_the_readme_names_exist() -> None:
         assert (ROOT / name).exists(), name
     for name in re.findall(r"^      (\w+(?:\.py|/))", text, re.M):
         assert (ROOT / "src" / "anyformer" / name).exists(), name
+
+
+def test_tests_that_the_docs_name_exist() -> None:
+    for page in PAGES:
+        for file, name in re.findall(r"(tests/\w+\.py)::(\w+)", page.read_text(encoding="utf-8")):
+            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{page.name} names {file}::{name}"

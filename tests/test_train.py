@@ -170,6 +170,13 @@ def test_only_matrices_decay() -> None:
     assert any(parameter.shape == (257, 16) for parameter in groups[1]["params"])
 
 
+def test_an_untied_head_is_a_matrix_and_decays() -> None:
+    model = small(**{"embed.tied": False})
+    groups = AdamW(weight_decay=0.1).build(model).param_groups
+    assert any(parameter is model.head.weight for parameter in groups[0]["params"])
+    assert any(parameter is model.tokens.weight for parameter in groups[1]["params"])
+
+
 def test_gradients_are_clipped_and_the_norm_is_reported(tmp_path: Path) -> None:
     run = trainer(corpus(tmp_path), 5, optimizer=AdamW(clip=1e-3))
     clipped: list[float] = []
