@@ -10,7 +10,7 @@ help:  ## this list
 
 demo: $(INSTALLED)  ## install, train a small GPT on Python's own library for 89 seconds, generate, draw the loss
 	rm -rf runs/demo
-	$(BIN)/anyformer train gpt-mini --data stdlib --seconds 89 --steps 100000 --length 80 --batch-size 10 --lr 0.01 --out runs/demo
+	$(BIN)/anyformer train gpt-mini --data stdlib --seconds 89 --steps 100000 --length 80 --batch-size 16 --optimizer muon --out runs/demo
 	$(BIN)/anyformer generate runs/demo "def main(" --temperature 0.6 --top-p 0.95 --max-new-tokens 120 --seed 1
 
 test: check test-fast  ## everything that CI runs

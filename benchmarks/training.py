@@ -2,8 +2,10 @@
 
     make bench        # or: python benchmarks/training.py [--compile]
 
-All take the same step (forward, cross-entropy, backward, clip, AdamW) on the same batch, in one process, by turns; the
-best of the rounds counts. Prints tokens/s, ratios, and how near the machine's measured matrix-product rate they come.
+All take the same step (forward, loss, backward, clip, AdamW) on the same batch, in one process, by turns of four steps.
+The median over the rounds counts, and for ratios that of each round's own: a machine's speed wanders. Each library
+finds the loss its own way: ours as `anyformer train` does, transformers from `labels`, the hand-written module with
+torch's cross-entropy. Prints tokens/s, ratios, and how near the machine's measured matrix-product rate they come.
 Writes benchmarks/results/training.md.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +28,10 @@ from torch import Tensor, nn
 import anyformer as af
 from anyformer.inspect.limits import matmul_rate
 from anyformer.tokens import Tokens
+from anyformer.train.loss import cross_entropy
 from anyformer.train.optim import AdamW
 
-BATCH, LENGTH, ROUNDS, STEPS = 8, 128, 13, 12
+BATCH, LENGTH, ROUNDS, STEPS = 8, 128, 41, 4
 SPEC = af.preset("gpt-mini")
 
 
@@ -75,11 +79,11 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-Models = dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]
+Models = dict[str, tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]]
 
 
 def contestants(compiled: bool) -> Models:
-    """Each model, and its way from ids to logits."""
+    """Each model, and its way from ids and targets to the loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     layers, mixer, ffn = len(SPEC.decoder), SPEC.decoder[0].mixer, SPEC.decoder[0].branches[1].op
@@ -97,22 +101,29 @@ def contestants(compiled: bool) -> Models:
     llama = LlamaForCausalLM(config)
     document = torch.zeros(BATCH, LENGTH, dtype=torch.long)
 
+    def loss(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+        logits = model(ids, Tokens.packed(document))
+        return cross_entropy(logits.flatten(0, 1), targets.flatten()) / targets.numel()
+
     found: Models = {
-        "anyformer": (ours, lambda ids: ours(ids, Tokens.packed(document))),
-        "hand-written": (minimal, minimal),
-        "transformers": (llama, lambda ids: llama(ids, use_cache=False).logits),
+        "anyformer": (ours, lambda ids, targets: loss(ours, ids, targets)),
+        "hand-written": (
+            minimal,
+            lambda ids, targets: F.cross_entropy(minimal(ids).flatten(0, 1), targets.flatten()),
+        ),
+        "transformers": (llama, lambda ids, targets: llama(ids, labels=ids, use_cache=False).loss),
     }
     if compiled:
-        found["anyformer, compiled"] = (twin, torch.compile(lambda ids: twin(ids)))
+        found["anyformer, compiled"] = (twin, torch.compile(lambda ids, targets: loss(twin, ids, targets)))
     return found
 
 
-def stepper(model: nn.Module, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
+def stepper(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], None]:
     optimizer = AdamW().build(model)
     model.train()
 
     def step(ids: Tensor) -> None:
-        F.cross_entropy(forward(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        loss(ids[:, :-1], ids[:, 1:]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -132,35 +143,41 @@ def main() -> None:
     compiled = parser.parse_args().compile
     torch.manual_seed(0)
     ids = torch.randint(SPEC.vocab_size, (BATCH, LENGTH + 1))
-    steps = {name: stepper(model, forward) for name, (model, forward) in contestants(compiled).items()}
-    best = dict.fromkeys(steps, float("inf"))
+    steps = {name: stepper(model, loss) for name, (model, loss) in contestants(compiled).items()}
+    taken: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(ROUNDS):
         for name, step in steps.items():
             seconds = timed(lambda step=step: [step(ids) for _ in range(STEPS)]) / STEPS
-            best[name] = min(best[name], seconds) if round_ else best[name]  # the first round warms up
-            print(f"round {round_}: {name} {BATCH * LENGTH / seconds:,.0f} tokens/s", flush=True)
-    report(best)
+            if round_:  # the first one warms up
+                taken[name].append(seconds)
+        print(f"round {round_} of {ROUNDS - 1}", end="\r", flush=True)
+    report(taken)
 
 
-def report(best: dict[str, float]) -> None:
+def ratio(taken: dict[str, list[float]], a: str, b: str) -> float:
+    """How many times as fast `a` is as `b`: the median over rounds."""
+    return statistics.median(theirs / ours for ours, theirs in zip(taken[a], taken[b], strict=True))
+
+
+def report(taken: dict[str, list[float]]) -> None:
     flops = 3 * sum(cost.flops for cost in SPEC.costs(LENGTH).values()) * BATCH
     peak = matmul_rate()
     lines = [
         f"# Training speed of gpt-mini, {BATCH} × {LENGTH} tokens a step",
         "",
         f"`python benchmarks/training.py`, {platform.machine()}, {torch.get_num_threads()} threads, torch "
-        f"{torch.__version__}; best of {ROUNDS - 1} rounds by turns.",
+        f"{torch.__version__}; medians of {ROUNDS - 1} rounds by turns.",
         f"A 1024² matrix product reaches {peak / 1e9:.0f} GFLOP/s.",
         "",
         "| | tokens/s | anyformer is | of the matrix-product rate |",
         "|---|---|---|---|",
     ]
-    for name, seconds in best.items():
-        ratio = f"{seconds / best['anyformer']:.2f} ×"
-        lines.append(f"| {name} | {BATCH * LENGTH / seconds:,.0f} | {ratio} | {flops / seconds / peak:.0%} |")
-    if "anyformer, compiled" in best:
-        ratio = best["transformers"] / best["anyformer, compiled"]
-        lines += ["", f"Compiled, anyformer is {ratio:.2f} × transformers."]
+    for name, rounds in taken.items():
+        seconds, times = statistics.median(rounds), ratio(taken, "anyformer", name)
+        lines.append(f"| {name} | {BATCH * LENGTH / seconds:,.0f} | {times:.2f} × | {flops / seconds / peak:.0%} |")
+    if "anyformer, compiled" in taken:
+        times = ratio(taken, "anyformer, compiled", "transformers")
+        lines += ["", f"Compiled, anyformer is {times:.2f} × transformers."]
     text = "\n".join(lines) + "\n"
     print("\n" + text)
     Path(__file__).parent.joinpath("results", "training.md").write_text(text, encoding="utf-8")

@@ -16,7 +16,7 @@ from anyformer.data.store import TokenStore
 from anyformer.tasks.causal_lm import CausalLM, Corpus, prepare, reopen
 from anyformer.text.tokenizer import ByteTokenizer
 from anyformer.train.loop import Loss, Trainer, TrainSpec, Watcher
-from anyformer.train.optim import AdamW, learning_rate
+from anyformer.train.optim import AdamW, Muon, Optimizer, learning_rate
 
 TEXT = "def add(a, b):\n    return a + b\n\n\n" * 60
 
@@ -108,24 +108,52 @@ def test_fault_20_loss_over_nothing_is_zero() -> None:
     assert Loss(torch.tensor(0.0), torch.tensor(0)).mean().item() == 0.0
 
 
-def test_fault_54_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [AdamW(), Muon()], ids=lambda optimizer: optimizer.kind)
+def test_fault_54_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, optimizer: Optimizer) -> None:
     data = corpus(tmp_path)
-    whole = trainer(data, 9)
+    whole = trainer(data, 9, optimizer=optimizer)
     whole.run()
     for stop in (1, 4, 8):
         torch.manual_seed(1)
-        part = trainer(data, 9)
+        part = trainer(data, 9, optimizer=optimizer)
         for _ in range(stop):
             part.train_step()
         state = part.state()
         torch.save(state, tmp_path / "state.pt")
         torch.rand(3)
-        rest = trainer(reopen(tmp_path / "run"), 9)
+        rest = trainer(reopen(tmp_path / "run"), 9, optimizer=optimizer)
         rest.restore(torch.load(tmp_path / "state.pt", weights_only=True))
         while rest.step < 9:
             rest.train_step()
         for (name, a), b in zip(whole.model.named_parameters(), rest.model.parameters(), strict=True):
             assert torch.equal(a, b), (stop, name)
+
+
+def test_muon_turns_matrices_and_adamw_moves_the_rest() -> None:
+    """The first step from zero momentum is lr · √(rows / columns) · U Vᵀ of the gradient, to Newton-Schulz's 5 steps:
+    singular values within 0.6 to 1.3; a table's entries move by lr, as AdamW's first step does."""
+    model = small()
+    spec = Muon(lr=1e-3, matrix_lr=1e-2, weight_decay=0.0)
+    optimizer = spec.build(model)
+    for group in optimizer.param_groups:
+        group["lr"] = spec.lr * group.get("share", 1.0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+        if parameter.dim() == 2:
+            u, values, vh = torch.linalg.svd(parameter.grad, full_matrices=False)
+            parameter.grad = u @ torch.diag(torch.linspace(0.5, 1, len(values))) @ vh
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        moved = (parameter - before[name]).detach()
+        if name.endswith(("q.weight", "down.weight", "up.weight")):
+            rows, columns = moved.shape
+            values = torch.linalg.svdvals(moved) / 1e-2 / max(1, rows / columns) ** 0.5
+            assert 0.6 < values.min() <= values.max() < 1.3, name
+        elif name == "tokens.weight" or "pre" in name:
+            torch.testing.assert_close(
+                moved.abs(), torch.full_like(moved, 1e-3), rtol=1e-3, atol=5e-6
+            )  # less, where |g| is near eps
 
 
 def test_ctrl_c_ends_the_step_and_saves(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from anyformer.checkpoint.run import read_spec, save
+from anyformer.checkpoint.run import read_spec, save_run
 from anyformer.checkpoint.state import load_state, save_state
 from anyformer.cli.console import RunWatcher, clock, console, stages
 from anyformer.files import write_text
@@ -16,7 +16,6 @@ from anyformer.inspect.show import count, describe
 from anyformer.model import TransformerSpec
 from anyformer.tasks.causal_lm import CausalLM, Corpus, logits_and_aux, prepare, reopen
 from anyformer.train.loop import Trainer, TrainSpec
-from anyformer.train.optim import AdamW
 
 __all__ = ["pretrain"]
 
@@ -32,7 +31,8 @@ def pretrain(
     compiled: bool = False,
     resume: bool = False,
     seed: int = 0,
-    lr: float = 5e-3,
+    optimizer: str = "adamw",
+    lr: float | None = None,
     **choices: float | None,
 ) -> Trainer:
     """Prepare the text, build the model, train it, and leave a run in `out`."""
@@ -42,7 +42,8 @@ def pretrain(
         spec = read_spec(out)
     elif (out / "spec.yaml").exists():
         raise ValueError(f"{out} holds a run already: go on with --resume, or choose another --out")
-    plan = TrainSpec.parse({"optimizer": AdamW(lr=lr), "seed": seed, **choices})
+    how = {"kind": optimizer} | ({} if lr is None else {"lr": lr})
+    plan = TrainSpec.parse({"optimizer": how, "seed": seed, **choices})
     corpus = _corpus(data, out, vocab_size, held_out, seed, resume)
     torch.manual_seed(seed)
     model = spec.replace(vocab_size=corpus.tokenizer.vocab_size).build()
@@ -100,7 +101,7 @@ def _fits(length: int, max_len: int | None) -> None:
 
 def _save(out: Path, corpus: Corpus, trainer: Trainer) -> None:
     save_state(out / "state.pt", trainer.state())
-    save(trainer.model, out, corpus.tokenizer)
+    save_run(trainer.model, out, corpus.tokenizer)
 
 
 def _conclude(out: Path, corpus: Corpus, trainer: Trainer, finished: bool) -> None:

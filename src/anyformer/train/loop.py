@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anyformer.model import Transformer
 from anyformer.spec import Spec, SpecError
-from anyformer.train.optim import AdamW, learning_rate
+from anyformer.train.optim import AdamW, Optimizer, learning_rate
 
 __all__ = ["Loss", "Task", "TrainSpec", "Trainer", "Watcher"]
 
@@ -36,7 +36,7 @@ class TrainSpec(Spec):
     seconds: PositiveFloat | None = None
     batch_size: PositiveInt = 8
     length: PositiveInt = 128
-    optimizer: AdamW = AdamW()
+    optimizer: Optimizer = AdamW()
     evaluations: PositiveInt = 10
     seed: NonNegativeInt = 0
 
@@ -131,7 +131,7 @@ class Trainer:
         self.model.train()
         rate = learning_rate(self.spec.optimizer, self.progress)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("share", 1.0)
         loss = self.task.loss(self.model, self.task.batch(self.step))
         mean = loss.mean()
         (mean if loss.aux is None else mean + loss.aux).backward()
