@@ -102,7 +102,7 @@ def test_a_finished_run_is_never_overwritten_and_a_run_goes_on(tmp_path: Path) -
         (["train", "gpt-mini", "--data", "no/such/file.txt", "--out", "x"], "no/such/file.txt"),
         (["train", "gpt-mini", "--vocab", "many", "--out", "x"], "--vocab must be a number or `bytes`, but is 'many'"),
         (["train", "bert-mini", "--out", "x"], "needs a decoder-only model"),
-        (["generate", "nowhere", "hi"], "nowhere is not a folder"),
+        (["generate", "nowhere", "hi"], "nowhere is no folder here, and the hub cannot be reached"),
         (["generate", "nowhere", "hi", "--top-p", "2"], "top_p must be from 0"),
         (["train", "gpt-mini", "--resume", "--out", "nowhere"], "nowhere is not a folder"),
     ],

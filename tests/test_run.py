@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import anyformer as af
+from anyformer.checkpoint.run import load_run, read_spec, save_run
 from anyformer.checkpoint.state import load_state, save_state
 from anyformer.files import replacing
 from anyformer.text.tokenizer import ByteTokenizer
@@ -20,24 +21,34 @@ def small(**changes: object) -> af.Transformer:
 
 def test_fault_43_a_run_comes_back_whole(tmp_path: Path) -> None:
     model, ids = small(), torch.tensor([[1, 2, 3]])
-    af.save(model, tmp_path, ByteTokenizer())
-    back = af.load(tmp_path)
-    assert back.spec == model.spec
-    assert torch.equal(back.model(ids), model(ids))
-    assert back.model.head.weight is back.model.tokens.weight
-    assert not back.model.training
-    assert back.tokenizer is not None
-    assert back.tokenizer.decode(back.tokenizer.encode("é")) == "é"
+    save_run(model, tmp_path, ByteTokenizer())
+    back = load_run(tmp_path)
+    assert back.spec == model.spec == read_spec(tmp_path)
+    assert torch.equal(back(ids), model(ids))
+    assert back.head.weight is back.tokens.weight
+    assert not back.training
     names = set(load_file(tmp_path / "model.safetensors"))
     assert "head.weight" not in names
     assert sum("position.table" in name for name in names) == 1
 
 
+def test_load_and_save_take_runs_with_their_tokenizer(tmp_path: Path) -> None:
+    model, ids = small(), torch.tensor([[1, 2, 3]])
+    af.save(model, tmp_path, ByteTokenizer())  # no family of the hub says this model
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "spec.yaml", "tokenizer.json"]
+    back = af.load(tmp_path)
+    assert back.spec == model.spec
+    assert torch.equal(back.model(ids), model(ids))
+    assert back.tokenizer is not None
+    assert back.tokenizer.decode(back.tokenizer.encode("é")) == "é"
+
+
 def test_a_run_without_a_tokenizer_and_in_another_type(tmp_path: Path) -> None:
-    af.save(small(), tmp_path)
-    back = af.load(tmp_path, dtype=torch.float64)
+    save_run(small(), tmp_path)
+    assert load_run(tmp_path, dtype=torch.float64).dtype == torch.float64
+    back = af.load(tmp_path, dtype="bfloat16")
     assert back.tokenizer is None
-    assert back.model.dtype == torch.float64
+    assert back.model.dtype == torch.bfloat16
 
 
 def damaged(folder: Path, change: str) -> None:
@@ -64,21 +75,22 @@ def damaged(folder: Path, change: str) -> None:
     ],
 )
 def test_fault_49_what_does_not_fit_is_named(tmp_path: Path, change: str, said: str) -> None:
-    af.save(small(), tmp_path)
+    save_run(small(), tmp_path)
     damaged(tmp_path, change)
     with pytest.raises(ValueError, match=said):
-        af.load(tmp_path)
+        load_run(tmp_path)
 
 
 def test_folders_that_are_no_runs(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no spec\.yaml"):
-        af.load(tmp_path)
-    with pytest.raises(ValueError, match="is not a folder"):
-        af.load(tmp_path / "nowhere")
-    af.save(small(), tmp_path)
+    for read in (load_run, read_spec):
+        with pytest.raises(ValueError, match=r"has no spec\.yaml"):
+            read(tmp_path)
+        with pytest.raises(ValueError, match="is not a folder"):
+            read(tmp_path / "nowhere")
+    save_run(small(), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="the run has no weights"):
-        af.load(tmp_path)
+        load_run(tmp_path)
 
 
 class Evil:

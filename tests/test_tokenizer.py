@@ -252,7 +252,7 @@ def test_end_of_a_foreign_tokenizer(tmp_path, eos: object) -> None:
         (None, "cannot be read (No such file or directory)"),
         ("{", "is damaged"),
         ("[]", "holds no tokenizer but a list"),
-        ('{"model": {"type": "Unigram"}, "decoder": null}', "has model and decoder ['Unigram', None]"),
+        ('{"model": {"type": "Unigram"}, "decoder": null}', "is damaged (Missing vocab"),
         ('{"model": {"type": "BPE", "merges": 3}, "decoder": {"type": "ByteLevel"}}', "is damaged"),
     ],
 )

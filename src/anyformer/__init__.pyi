@@ -1,9 +1,10 @@
 from .block import Block as Block
 from .block import Branch as Branch
 from .cache import Cache as Cache
-from .checkpoint.run import Run as Run
-from .checkpoint.run import load as load
-from .checkpoint.run import save as save
+from .checkpoint.convert import convert as convert
+from .checkpoint.load import Loaded as Loaded
+from .checkpoint.load import load as load
+from .checkpoint.load import save as save
 from .cost import Cost as Cost
 from .generate.loop import Generation as Generation
 from .generate.loop import generate as generate
@@ -20,7 +21,6 @@ from .parts.attention import Attention as Attention
 from .parts.attention import CrossAttention as CrossAttention
 from .parts.attention import attend as attend
 from .parts.embed import Embed as Embed
-from .parts.embed import LMHead as LMHead
 from .parts.ffn import DenseFFN as DenseFFN
 from .parts.ffn import GatedFFN as GatedFFN
 from .parts.frequencies import NTK as NTK
@@ -30,6 +30,11 @@ from .parts.frequencies import Linear as Linear
 from .parts.frequencies import Llama3 as Llama3
 from .parts.frequencies import Plain as Plain
 from .parts.frequencies import YaRN as YaRN
+from .parts.global_attention import GlobalAttention as GlobalAttention
+from .parts.head import LMHead as LMHead
+from .parts.head import MaskedLMHead as MaskedLMHead
+from .parts.head import PooledHead as PooledHead
+from .parts.head import TokenHead as TokenHead
 from .parts.moe import MoE as MoE
 from .parts.norm import LayerNorm as LayerNorm
 from .parts.norm import Norm as Norm
@@ -41,6 +46,7 @@ from .parts.op import OpModule as OpModule
 from .parts.pattern import And as And
 from .parts.pattern import Causal as Causal
 from .parts.pattern import Full as Full
+from .parts.pattern import Global as Global
 from .parts.pattern import Not as Not
 from .parts.pattern import Or as Or
 from .parts.pattern import Pattern as Pattern
@@ -60,5 +66,7 @@ from .spec import SpecError as SpecError
 from .spec import cycle as cycle
 from .spec import diff as diff
 from .tokens import Tokens as Tokens
+from .train.optim import AdamW as AdamW
+from .train.optim import Muon as Muon
 
 __version__: str

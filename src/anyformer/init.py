@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from anyformer.block import BranchModule, Stack
-from anyformer.parts.embed import LMHeadModule
+from anyformer.parts.head import LMHeadModule
 from anyformer.parts.position import LearnedModule, RelativeBiasModule
 
 __all__ = ["fan_in_init", "gpt2_init"]

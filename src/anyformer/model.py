@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
@@ -16,7 +16,8 @@ from anyformer.context import Context
 from anyformer.cost import Cost
 from anyformer.init import fan_in_init
 from anyformer.parts.attention import Attention, CrossAttention
-from anyformer.parts.embed import Embed, Head, LMHead
+from anyformer.parts.embed import Embed
+from anyformer.parts.head import Head, HeadModule, LMHead
 from anyformer.parts.norm import Norm
 from anyformer.parts.position import Position
 from anyformer.spec import Spec, SpecError
@@ -81,6 +82,11 @@ class TransformerSpec(Spec):
             model.tie()
         return model if dtype is None else model.to(dtype)
 
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head are one table."""
+        return self.embed.tied and self.head is not None and self.head.ties
+
     def max_len(self) -> int | None:
         """How many positions the model can tell apart; None for no bound."""
         limits = [position.limit() for position in self.positions()]
@@ -108,7 +114,7 @@ class TransformerSpec(Spec):
             costs["encoder"] = costs["encoder"]._replace(cache=0)  # it reads its text once, and keeps no keys
         if self.head is not None:
             head = self.head.cost(self.dim, self.vocab_size, length)
-            costs["head"] = head._replace(params=head.params - table * self.embed.tied)
+            costs["head"] = head._replace(params=head.params - table * self.tied)
         return costs
 
     def _counted_twice(self, blocks: tuple[Block, ...]) -> int:
@@ -138,17 +144,18 @@ class Transformer(nn.Module):
     def __init__(self, spec: TransformerSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.origin: dict[str, Any] = {}  # what a published config says beside the spec: kept, to be written back
         self.max_len = spec.max_len()
         self.tokens = nn.Embedding(spec.vocab_size, spec.dim)
         self.embeds = nn.ModuleDict({name: spec.embed.build(spec.dim) for name in spec.stacks()})
         self.encoder = Stack(spec.encoder, spec.dim, spec.final_norm) if spec.encoder else None
         self.decoder = Stack(spec.decoder, spec.dim, spec.final_norm) if spec.decoder else None
-        self.head = spec.head.build(spec.dim, spec.vocab_size) if spec.head else nn.Identity()
+        self.head = spec.head.build(spec.dim, spec.vocab_size) if spec.head else HeadModule()
         self.tie()
 
     def tie(self) -> Transformer:
         """Make head and embedding one parameter, if the spec says so."""
-        if self.spec.embed.tied and self.spec.head is not None:
+        if self.spec.tied:
             self.head.weight = self.tokens.weight
         return self
 
@@ -173,8 +180,8 @@ class Transformer(nn.Module):
         last: int | None = None,
         kernel: Any = None,
         context_len: int | None = None,
-    ) -> Float[Tensor, "B L V"]:
-        """Logits for each token (L = T); with `last=n`, for the last n only (L = n).
+    ) -> Tensor:
+        """What the head says: logits (B, L, V) for each token (L = T); with `last=n`, for the last n only (L = n).
 
         `tokens` says where `ids` sit (left out: plain text, behind what the cache holds). An encoder-decoder reads
         `source`, or `memory` if it was encoded before. `kernel` forces an attention kernel. `context_len` is the length
@@ -192,7 +199,7 @@ class Transformer(nn.Module):
                 ids, tokens, memory=memory, types=types, cache=cache, kernel=kernel, context_len=context_len
             )
         x = states.x if last is None else states.x[:, max(states.x.shape[1] - last, 0) :]
-        logits: Tensor = self.head(x)
+        logits: Tensor = self.head(x, states.tokens)
         return logits
 
     def _memory(

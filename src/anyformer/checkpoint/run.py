@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import safetensors
 import torch
@@ -13,22 +12,14 @@ from torch import Tensor, nn
 
 from anyformer.files import replacing, write_text
 from anyformer.model import Transformer, TransformerSpec
-from anyformer.text.tokenizer import Tokenizer, load_tokenizer
+from anyformer.text.tokenizer import Tokenizer
 
-__all__ = ["Run", "load", "load_weights", "read_spec", "save", "weights"]
+__all__ = ["load_run", "load_weights", "read_spec", "save_run", "weights"]
 
 SPEC, WEIGHTS = "spec.yaml", "model.safetensors"
 
 
-class Run(NamedTuple):
-    """A model with what belongs to it; `tokenizer` is None where the folder has none."""
-
-    model: Transformer
-    tokenizer: Tokenizer | None
-    spec: TransformerSpec
-
-
-def save(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
+def save_run(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
     """Write spec, weights and tokenizer, each file whole or not at all."""
     folder = Path(folder)
     write_text(folder / SPEC, model.spec.to_yaml())
@@ -38,13 +29,13 @@ def save(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = N
         save_file({name: tensor.contiguous() for name, tensor in weights(model).items()}, file.name)
 
 
-def load(folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Run:
-    """The model (in evaluation mode), tokenizer and spec of a run. ValueError says what is missing or does not fit."""
-    folder = Path(folder)
-    spec = read_spec(folder)
-    model = spec.build(init=None, device=device, dtype=dtype)
+def load_run(
+    folder: Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> Transformer:
+    """The model of a run, in evaluation mode. ValueError says what is missing or does not fit."""
+    model = read_spec(folder).build(init=None, device=device, dtype=dtype)
     load_weights(model, folder / WEIGHTS)
-    return Run(model.eval(), _tokenizer(folder), spec)
+    return model.eval()
 
 
 def read_spec(folder: str | Path) -> TransformerSpec:
@@ -82,7 +73,3 @@ def _fit(wanted: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]], pat
     for name, parameter in wanted.items():
         if found[name] != tuple(parameter.shape):
             raise ValueError(f"{path}: {name} must be {tuple(parameter.shape)}, but is {found[name]}")
-
-
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None

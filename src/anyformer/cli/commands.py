@@ -33,7 +33,8 @@ class Sentences(click.Group):
 def cli(debug: bool) -> None:
     """One Transformer made of parts: build it, train it, run it, look inside it.
 
-    MODEL is a preset (gpt-mini, bert-mini, t5-mini), a spec in YAML or JSON, or the folder of a run.
+    MODEL is a preset (gpt-mini, llama-3-8b, ...), a spec in YAML or JSON, or what SOURCE is: the folder of a run or a
+    published model, a .gguf file, or an id on the hub.
     """
 
 
@@ -50,7 +51,8 @@ SET = click.option(
 @click.option("--seconds", type=float, help="Stop after so many seconds of training, if that comes first.")
 @click.option("--batch-size", default=8, show_default=True, help="Windows a step.")
 @click.option("--length", default=128, show_default=True, help="Tokens a window.")
-@click.option("--lr", default=5e-3, show_default=True, help="Highest learning rate of AdamW.")
+@click.option("--optimizer", default="adamw", show_default=True, help="adamw, or muon: fewer steps on small models.")
+@click.option("--lr", type=float, help="Highest learning rate.  [default: 0.005 for adamw, 0.01 for muon]")
 @click.option("--vocab", default="2048", show_default=True, help="Size of the tokenizer to train, or `bytes`.")
 @click.option("--held-out", default=0.1, show_default=True, help="Share of the text that is kept for evaluation.")
 @click.option("--evaluations", default=10, show_default=True, help="How often to measure on held-out text.")
@@ -68,8 +70,11 @@ def train(model: str, **choices: Any) -> None:
     pretrain(_spec(model, choices.pop("settings")), **choices)
 
 
+DTYPE = click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="[default: as stored]")
+
+
 @cli.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("source")
 @click.argument("prompt", default="")
 @click.option("--temperature", default=1.0, show_default=True, help="0 always takes the likeliest token.")
 @click.option("--top-k", default=0, help="Choose among the k likeliest tokens; 0 for all.")
@@ -79,17 +84,26 @@ def train(model: str, **choices: Any) -> None:
 @click.option("--max-new-tokens", default=256, show_default=True)
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
 @click.option("--seed", type=int, help="Equal seeds give equal text.")
-def generate(run: Path, prompt: str, max_new_tokens: int, stop: tuple[str, ...], **choices: Any) -> None:
-    """Continue PROMPT with the model of RUN, as it is made. An empty prompt begins a new text."""
-    from anyformer.checkpoint.run import load
+@DTYPE
+def generate(
+    source: str, prompt: str, max_new_tokens: int, stop: tuple[str, ...], dtype: str | None, **choices: Any
+) -> None:
+    """Continue PROMPT with the model of SOURCE, as it is made; an encoder-decoder answers it.
+
+    An empty prompt begins a new text.
+    """
+    from anyformer.checkpoint.load import load
     from anyformer.generate.loop import stream
     from anyformer.generate.sampling import Sampling
 
     sampling = Sampling(**choices)
-    loaded = load(run)
+    loaded = load(source, dtype=dtype)
     if loaded.tokenizer is None:
-        raise ValueError(f"{run} has no tokenizer.json, so text cannot be read or written")
-    click.echo(prompt, nl=False)
+        raise ValueError(f"{source} has no tokenizer, so text cannot be read or written")
+    if loaded.model.decoder is None:
+        raise ValueError(f"{source} is an encoder alone, which generates nothing")
+    if loaded.model.encoder is None:
+        click.echo(prompt, nl=False)
     pieces = stream(loaded.model, loaded.tokenizer, prompt, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling)
     try:
         for piece in pieces:
@@ -115,6 +129,19 @@ def show(model: str, settings: tuple[str, ...], **choices: Any) -> None:
     show_model(_spec(model, settings), **choices)
 
 
+@cli.command()
+@click.argument("source")
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--to", "form", type=click.Choice(["hf", "gguf"]), required=True, help="A hub folder, or one GGUF file.")
+@DTYPE
+def convert(source: str, target: Path, form: str, dtype: str | None) -> None:
+    """Write the model of SOURCE to TARGET in another form: for transformers (hf), or for llama.cpp (gguf)."""
+    from anyformer.checkpoint.convert import convert as convert_model
+
+    convert_model(source, target, form, dtype=dtype)
+    click.echo(f"wrote {target}")
+
+
 def _spec(source: str, settings: tuple[str, ...]) -> Any:
     """The spec of a preset, a file or a run, with --set applied."""
     import yaml
@@ -129,15 +156,15 @@ def _spec(source: str, settings: tuple[str, ...]) -> Any:
 
 
 def _read_spec(source: str) -> Any:
-    from anyformer.checkpoint.run import read_spec
+    from anyformer.checkpoint.load import read_spec
     from anyformer.model import TransformerSpec
     from anyformer.presets import PRESETS, preset
 
     path = Path(source)
-    if source in PRESETS or not path.exists():
+    if source in PRESETS or not (path.exists() or "/" in source):
         return preset(source)
-    if path.is_dir():
-        return read_spec(path)
+    if path.is_dir() or path.suffix == ".gguf" or not path.exists():
+        return read_spec(source)
     return TransformerSpec.from_yaml(path.read_text(encoding="utf-8"))
 
 

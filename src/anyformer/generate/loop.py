@@ -17,7 +17,7 @@ from anyformer.generate.stops import StopStrings
 from anyformer.model import States, Transformer
 from anyformer.tokens import Tokens
 
-__all__ = ["Generation", "Step", "generate", "left_padded", "steps", "stream"]
+__all__ = ["Generation", "Step", "generate", "left_padded", "start_id", "steps", "stream"]
 
 Prompts = Tensor | Sequence[Sequence[int]]
 
@@ -94,12 +94,21 @@ def stream(
 ) -> Iterator[str]:
     """The text that follows `prompt`, in pieces of whole characters, as they are made.
 
-    Ends at the tokenizer's end token, before any of the `stop` strings, or after `max_new_tokens`. An empty prompt
-    starts a new document. The prompt is data: special tokens written in it are plain text.
+    An encoder-decoder reads `prompt` as its source, and writes its own text. Ends at an end token, before any of the
+    `stop` strings, or after `max_new_tokens`. An empty prompt starts a new document. The prompt is data: special tokens
+    written in it are plain text; what the model expects around a text is put there.
     """
-    ids = tokenizer.encode(prompt) or [tokenizer.end_id]
+    read = tokenizer.encode(prompt, frame=True)
     text, stops = tokenizer.stream(), StopStrings(stop)
-    run = steps(model, [ids], sampling or Sampling(), max_new_tokens=max_new_tokens, end_ids=(tokenizer.end_id,))
+    ids, source = (read or [tokenizer.end_id], None) if model.encoder is None else ([start_id(model)], read)
+    run = steps(
+        model,
+        [ids],
+        sampling or Sampling(),
+        max_new_tokens=max_new_tokens,
+        end_ids=tokenizer.end_ids,
+        source=None if source is None else torch.tensor([source], device=model.device),
+    )
     for step in run:
         if "end" in step.ended.values():
             break
@@ -144,6 +153,16 @@ def steps(
         live = rows.live.clone()
         yield Step(chosen, live, rows.note(chosen))
         ids, tokens = chosen[:, None], rows.place(tokens.after())
+
+
+def start_id(model: Transformer) -> int:
+    """The token that an encoder-decoder's own text begins with, as its config says."""
+    start = model.origin.get("decoder_start_token_id")
+    if start is None and model.origin.get("model_type") in ("t5", "mt5"):
+        start = model.origin.get("pad_token_id")  # T5's configs leave it at that
+    if start is None:
+        raise ValueError("the model's config has no decoder_start_token_id, so its text cannot begin: add the key")
+    return int(start)
 
 
 def left_padded(prompts: Prompts, device: torch.device) -> tuple[Int[Tensor, "B T"], Tokens]:

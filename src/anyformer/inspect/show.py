@@ -67,9 +67,7 @@ def tree(spec: TransformerSpec, *, length: int, batch: int) -> Tree:
             stack.add(_line("norm", repr(spec.final_norm), spec.final_norm.cost(spec.dim, length).params, None))
     if spec.head:
         cost = spec.costs(length)["head"]
-        root.add(
-            _line("head", repr(spec.head) + (", tied" if spec.embed.tied else ""), cost.params, cost.flops // length)
-        )
+        root.add(_line("head", repr(spec.head) + (", tied" if spec.tied else ""), cost.params, cost.flops // length))
     return root
 
 

@@ -106,7 +106,7 @@ class AttentionModule(OpModule):
         k, k_tokens = self.position.at_heads(k, ctx.tokens, ctx), ctx.tokens
         if ctx.store is not None:
             k, v, k_tokens = ctx.store.append(k, v)
-        return self.attend(q, k, v, k_tokens, ctx), None
+        return self.out(self.attend(q, k, v, k_tokens, ctx).flatten(-2)), None
 
     def queries(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H K"]:
         return self.q_norm(self.q(x).unflatten(-1, (-1, self.head_dim)))
@@ -115,21 +115,24 @@ class AttentionModule(OpModule):
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k, self.v))
         return self.k_norm(k), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, k_tokens: Tokens, ctx: Context) -> Float[Tensor, "B T D"]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, k_tokens: Tokens, ctx: Context, pattern: Pattern | None = None
+    ) -> Float[Tensor, "B T H K"]:
+        """One attention as this spec says; `pattern` in place of its own."""
         request = Request(
             q,
             k,
             v,
             ctx.tokens,
             k_tokens,
-            self.spec.pattern,
+            pattern or self.spec.pattern,
             self.scale,
             softcap=self.spec.softcap,
             position=self.position,
             dropout=self.spec.dropout if self.training else 0.0,
             memo=ctx.memo,
         )
-        return self.out(choose(request, KERNELS, ctx.kernel)(request).flatten(-2))
+        return choose(request, KERNELS, ctx.kernel)(request)
 
     def new_store(self, cache: Any) -> Any:
         return cache.keys_values(self.spec.kv_heads, self.head_dim, self.spec.pattern)
@@ -160,7 +163,7 @@ class CrossAttentionModule(AttentionModule):
             )
         memory = ctx.memory
         k, v = ctx.store.fill(memory, self.keys_values) if ctx.store is not None else self.keys_values(memory)
-        return self.attend(self.queries(x), k, v, ctx.memory_tokens, ctx), None
+        return self.out(self.attend(self.queries(x), k, v, ctx.memory_tokens, ctx).flatten(-2)), None
 
     def new_store(self, cache: Any) -> Any:
         return cache.memory()

@@ -1,4 +1,4 @@
-"""Embeddings at the input, and the head at the output."""
+"""Embeddings: from token ids to the vectors that enter the first block."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt
 from torch import Tensor, nn
 
-from anyformer.cost import Cost, linear
+from anyformer.cost import Cost
 from anyformer.parts.norm import Norm
 from anyformer.parts.position import Position, PositionModule
-from anyformer.spec import Part, Spec, SpecError
+from anyformer.spec import Spec, SpecError
 from anyformer.tokens import Tokens
 
-__all__ = ["Embed", "EmbedModule", "Head", "LMHead", "LMHeadModule"]
+__all__ = ["Embed", "EmbedModule"]
 
 
 class Embed(Spec):
@@ -68,41 +68,3 @@ class EmbedModule(nn.Module):
         elif types is not None:
             raise ValueError("token types were given, but this model's `embed.token_types` is 0")
         return self.dropout(self.norm(self.position.at_input(x, tokens)))
-
-
-class Head(Part):
-    """Base of all heads: from the last hidden states (B, T, D) to an answer."""
-
-    def build(self, dim: int, vocab_size: int) -> nn.Module:
-        raise NotImplementedError
-
-    def cost(self, dim: int, vocab_size: int, length: int) -> Cost:
-        raise NotImplementedError
-
-
-class LMHead(Head, kind="lm"):
-    """Logits over the vocabulary: x Wᵀ · scale + b, then soft-capped (Gemma 2) if `softcap` is given."""
-
-    bias: bool = False
-    scale: float = 1.0
-    softcap: PositiveFloat | None = None
-
-    def build(self, dim: int, vocab_size: int) -> LMHeadModule:
-        return LMHeadModule(self, dim, vocab_size)
-
-    def cost(self, dim: int, vocab_size: int, length: int) -> Cost:
-        kept = Cost(activations=length * (dim + vocab_size * (2 if self.softcap else 1)))
-        return kept.plus(linear(dim, vocab_size, length, self.bias))
-
-
-class LMHeadModule(nn.Module):
-    def __init__(self, spec: LMHead, dim: int, vocab_size: int) -> None:
-        super().__init__()
-        self.scale, self.softcap = spec.scale, spec.softcap
-        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
-        self.bias = nn.Parameter(torch.zeros(vocab_size)) if spec.bias else None
-
-    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
-        x = x * self.scale if self.scale != 1.0 else x
-        logits = nn.functional.linear(x, self.weight, self.bias)
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

@@ -8,13 +8,14 @@ from typing import Literal
 
 import torch.nn.functional as F
 from jaxtyping import Float
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from anyformer.context import Context
 from anyformer.cost import Cost, linear
 from anyformer.parts.op import FeedForward, OpModule, Result, Shared
 from anyformer.parts.precision import saturate
+from anyformer.spec import SpecError
 
 __all__ = ["ACTIVATIONS", "Activation", "DenseFFN", "DenseFFNModule", "GatedFFN", "GatedFFNModule"]
 
@@ -30,11 +31,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class DenseFFN(FeedForward, kind="dense_ffn"):
-    """activation(x W_up + b) W_down + b (Vaswani et al. 2017, equation 2)."""
+    """activation(x W_up + b) W_down + b (Vaswani et al. 2017, equation 2). Dropout acts on the hidden values."""
 
     hidden: PositiveInt
     activation: Activation = "relu"
     bias: bool = True
+    dropout: NonNegativeFloat = 0.0
+
+    def check(self) -> None:
+        _check(self.dropout)
 
     def build(self, dim: int, shared: Shared) -> DenseFFNModule:
         return DenseFFNModule(self, dim)
@@ -51,9 +56,11 @@ class DenseFFNModule(OpModule):
         self.activation = ACTIVATIONS[spec.activation]
         self.up = nn.Linear(dim, spec.hidden, bias=spec.bias)
         self.down = nn.Linear(spec.hidden, dim, bias=spec.bias)
+        self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x: Float[Tensor, "*B D"], ctx: Context) -> Result:
-        return saturate(self.down(saturate(self.activation(self.up(x))))), None
+        hidden = saturate(self.activation(self.up(x)))
+        return saturate(self.down(self.dropout(hidden))), None
 
 
 class GatedFFN(FeedForward, kind="gated_ffn"):
@@ -62,6 +69,10 @@ class GatedFFN(FeedForward, kind="gated_ffn"):
     hidden: PositiveInt
     activation: Activation = "silu"
     bias: bool = False
+    dropout: NonNegativeFloat = 0.0
+
+    def check(self) -> None:
+        _check(self.dropout)
 
     def build(self, dim: int, shared: Shared) -> GatedFFNModule:
         return GatedFFNModule(self, dim)
@@ -79,6 +90,13 @@ class GatedFFNModule(OpModule):
         self.gate = nn.Linear(dim, spec.hidden, bias=spec.bias)
         self.up = nn.Linear(dim, spec.hidden, bias=spec.bias)
         self.down = nn.Linear(spec.hidden, dim, bias=spec.bias)
+        self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x: Float[Tensor, "*B D"], ctx: Context) -> Result:
-        return saturate(self.down(saturate(self.activation(self.gate(x)) * self.up(x)))), None
+        hidden = saturate(self.activation(self.gate(x)) * self.up(x))
+        return saturate(self.down(self.dropout(hidden))), None
+
+
+def _check(dropout: float) -> None:
+    if dropout >= 1:
+        raise SpecError(f"`dropout` must be below 1, but is {dropout}")

@@ -21,7 +21,7 @@ from torch import Tensor
 from anyformer.spec import Part, SpecError
 from anyformer.tokens import Tokens
 
-__all__ = ["And", "Causal", "Full", "Not", "Or", "Pattern", "Prefix", "Window"]
+__all__ = ["And", "Causal", "Full", "Global", "Not", "Or", "Pattern", "Prefix", "Window"]
 
 Band = tuple[int | None, int | None]
 
@@ -117,6 +117,15 @@ class Prefix(Pattern, kind="prefix"):
 
     def frontier(self) -> int:
         return self.size
+
+
+class Global(Pattern, kind="global"):
+    """Marked tokens (`Tokens.mark`) see every token, and every token sees them (Longformer, BigBird)."""
+
+    def allows(self, q: Tokens, k: Tokens) -> Tensor:
+        nobody = torch.zeros((), dtype=torch.bool, device=q.pos.device)
+        marked = (nobody if q.mark is None else q.mark) | (nobody if k.mark is None else k.mark)
+        return marked.expand_as(q.pos + k.pos)
 
 
 class _Several(Pattern):

@@ -1,18 +1,26 @@
-"""Presets: models by name. A preset is a function that returns a spec; its name here has dashes for underscores."""
+"""Presets: models by name. A preset is a function that returns a spec; each file here has a table of its own.
+
+A new one is a line in a table, or a new file with a `PRESETS`; nothing else changes.
+"""
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import pkgutil
 from collections.abc import Callable
 
 from anyformer.model import TransformerSpec
-from anyformer.presets import mini
 
 __all__ = ["PRESETS", "preset"]
 
-PRESETS: dict[str, Callable[[], TransformerSpec]] = {
-    function.__name__.replace("_", "-"): function for function in (mini.gpt_mini, mini.bert_mini, mini.t5_mini)
-}
+
+def _found() -> dict[str, Callable[[], TransformerSpec]]:
+    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    return {name: function for module in modules for name, function in module.PRESETS.items()}
+
+
+PRESETS = _found()
 
 
 def preset(name: str) -> TransformerSpec:

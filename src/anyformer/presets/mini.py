@@ -5,14 +5,15 @@ from __future__ import annotations
 from anyformer.block import Block
 from anyformer.model import TransformerSpec
 from anyformer.parts.attention import Attention, CrossAttention
-from anyformer.parts.embed import Embed, LMHead
+from anyformer.parts.embed import Embed
 from anyformer.parts.ffn import DenseFFN, GatedFFN
+from anyformer.parts.head import LMHead
 from anyformer.parts.norm import LayerNorm, RMSNorm
 from anyformer.parts.pattern import Causal, Full
 from anyformer.parts.position import Learned, RelativeBias, Rotary
 from anyformer.spec import cycle
 
-__all__ = ["bert_mini", "gpt_mini", "t5_mini"]
+__all__ = ["PRESETS", "bert_mini", "gpt_mini", "t5_mini"]
 
 
 def gpt_mini() -> TransformerSpec:
@@ -44,3 +45,6 @@ def t5_mini() -> TransformerSpec:
         final_norm=RMSNorm(),
         head=LMHead(scale=128**-0.5),
     )
+
+
+PRESETS = {"gpt-mini": gpt_mini, "bert-mini": bert_mini, "t5-mini": t5_mini}
