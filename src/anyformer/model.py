@@ -16,7 +16,7 @@ from anyformer.context import Context
 from anyformer.cost import Cost
 from anyformer.init import fan_in_init
 from anyformer.parts.attention import Attention, CrossAttention
-from anyformer.parts.embed import Embed
+from anyformer.parts.embed import Embed, table
 from anyformer.parts.head import Head, HeadModule, LMHead
 from anyformer.parts.norm import Norm
 from anyformer.parts.position import Position
@@ -146,7 +146,7 @@ class Transformer(nn.Module):
         self.spec = spec
         self.origin: dict[str, Any] = {}  # what a published config says beside the spec: kept, to be written back
         self.max_len = spec.max_len()
-        self.tokens = nn.Embedding(spec.vocab_size, spec.dim)
+        self.tokens = table(spec.vocab_size, spec.dim)
         self.embeds = nn.ModuleDict({name: spec.embed.build(spec.dim) for name in spec.stacks()})
         self.encoder = Stack(spec.encoder, spec.dim, spec.final_norm) if spec.encoder else None
         self.decoder = Stack(spec.decoder, spec.dim, spec.final_norm) if spec.decoder else None

@@ -15,7 +15,7 @@ from anyformer.parts.position import Position, PositionModule
 from anyformer.spec import Spec, SpecError
 from anyformer.tokens import Tokens
 
-__all__ = ["Embed", "EmbedModule"]
+__all__ = ["Embed", "EmbedModule", "table"]
 
 
 class Embed(Spec):
@@ -53,7 +53,7 @@ class EmbedModule(nn.Module):
     def __init__(self, spec: Embed, dim: int) -> None:
         super().__init__()
         self.scale = dim**0.5 if spec.scale == "sqrt_dim" else float(spec.scale)
-        self.types = nn.Embedding(spec.token_types, dim) if spec.token_types else None
+        self.types = table(spec.token_types, dim) if spec.token_types else None
         self.position = spec.position.build(dim) if spec.position else PositionModule(Position())
         self.norm = spec.norm.build(dim) if spec.norm else nn.Identity()
         self.dropout = nn.Dropout(spec.dropout)
@@ -68,3 +68,8 @@ class EmbedModule(nn.Module):
         elif types is not None:
             raise ValueError("token types were given, but this model's `embed.token_types` is 0")
         return self.dropout(self.norm(self.position.at_input(x, tokens)))
+
+
+def table(rows: int, dim: int) -> nn.Embedding:
+    """A table of vectors, not filled: torch's own constructor would draw numbers, which a load then throws away."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
