@@ -36,7 +36,7 @@ loaded = time.perf_counter() - begin
 with torch.inference_mode():
     out = {logits}
 first = time.perf_counter() - begin
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+peak = 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) - before
 print(loaded, first, peak, float(out.double().sum()))
 """
 

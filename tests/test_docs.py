@@ -5,8 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+import tokenizers
 from click.testing import CliRunner
 
+import anyformer as af
 from anyformer.cli.commands import cli
 
 ROOT = Path(__file__).parent.parent
@@ -34,11 +36,28 @@ def commands() -> list[str]:
     return sorted({line.split("#")[0].strip() for line in lines if line.startswith("    anyformer ")})
 
 
+def published() -> None:
+    """MODEL and MODEL.gguf: a tiny model as others publish it, with its tokenizer."""
+    block = af.Block.pre(af.Attention(2, position=af.Rotary()), af.GatedFFN(64), norm=af.RMSNorm())
+    spec = af.TransformerSpec(64, 300, embed=af.Embed(tied=False), decoder=(block,), final_norm=af.RMSNorm())
+    af.save(spec.build(), "MODEL")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters, special_tokens=["<end>"])
+    backend.train_from_iterator(["Once upon a time there was a whale. " * 9], trainer)
+    backend.save("MODEL/tokenizer.json")
+    Path("MODEL", "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    af.convert("MODEL", "MODEL.gguf", "gguf")
+
+
 def test_commands_of_the_readme_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command as written, with fewer steps, in a folder that has a book."""
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text("Call me Ishmael. Some years ago, never mind how long precisely.\n" * 80)
-    order = ["--yaml", "train gpt-mini", "train my-model", "generate", "show"]
+    published()
+    order = ["--yaml", "train gpt-mini", "train my-model", "generate", "show", "convert"]
     known = sorted(commands(), key=lambda line: next(i for i, word in enumerate(order) if word in line))
     assert len(known) >= 6
     for line in known:

@@ -279,7 +279,7 @@ def remap(shards: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         (lambda i: i["weight_map"].update({EMBED: "/etc/passwd"}), ["outside its folder", "'/etc/passwd'"]),
         (lambda i: i["weight_map"].update({EMBED: ".."}), [".."]),
         (lambda i: i["weight_map"].update({EMBED: 3}), ["`weight_map`"]),
-        (lambda i: i["weight_map"].pop(EMBED), ["lacks model.embed_tokens.weight"]),
+        (lambda i: i["weight_map"].pop(EMBED), ["does not list model.embed_tokens.weight"]),
         (lambda i: i.pop("weight_map"), ["`weight_map`", INDEX]),
         (lambda i: i.update(weight_map=[1]), ["`weight_map`", INDEX]),
         (lambda i: i.update(weight_map={}), ["lacks lm_head.weight"]),

@@ -31,6 +31,7 @@ from anyformer.checkpoint.gguf_names import (
     swap,
 )
 from anyformer.files import replacing
+from anyformer.text.build import CUTS
 
 __all__ = ["tokenizer_metadata", "write_gguf"]
 
@@ -213,16 +214,8 @@ def _add(gguf: Any, writer: Any, key: str, value: Any) -> None:
 
 
 # How text is cut before the merges: the names that llama.cpp has for it, by what `tokenizer.json` says.
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_CUTS = {
-    ("ByteLevel",): "gpt-2",
-    ("Digits", "ByteLevel"): "smollm",
-    (_LLAMA3,): "llama-bpe",
-    (_LLAMA3.replace("{1,3}", ""),): "qwen2",
-}
+_CUTS = {tuple(cuts): name for name, cuts in CUTS.items()}
+_CUTS |= {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 _NORMAL, _CONTROL, _OWN, _UNUSED = 1, 3, 4, 5
 
 

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from anyformer.checkpoint.tensors import Stored, gist, open_folder, read_json
+from anyformer.checkpoint.tensors import Stored, cast, gist, open_folder, read_json
 from anyformer.families import FAMILIES, Family, family_for, family_of
-from anyformer.families.rules import Constant, Link, Rule, Skip, Tie, links, matching
+from anyformer.families.rules import Constant, Link, Name, Rule, Skip, Tie, links, matching
 from anyformer.files import replacing
 from anyformer.model import Transformer, TransformerSpec
 
@@ -152,8 +152,11 @@ def _first_dtype(plan: Sequence[Link], stored: Mapping[str, Stored]) -> torch.dt
 
 def _fill(model: nn.Module, link: Link, stored: Mapping[str, Stored], device: torch.device, dtype: torch.dtype) -> None:
     """Read, change and move what one link says; what was read and not kept is gone at the end."""
+    if type(link.rule) is Name and stored[link.theirs[0]].dtype != dtype:
+        return _assign(model, link.ours[0], cast(stored[link.theirs[0]], dtype).to(device))
     for name, tensor in zip(link.ours, link.rule.read([stored[name].read() for name in link.theirs]), strict=True):
         _assign(model, name, tensor.to(device=device, dtype=dtype).contiguous())
+    return None
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["Stored", "gist", "open_folder", "open_safetensors", "read_json"]
+__all__ = ["Stored", "cast", "gist", "open_folder", "open_safetensors", "read_json"]
 
 # fmt: off
 DTYPES = {
@@ -32,6 +32,21 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+
+
+CAST_AT_ONCE = 1 << 23
+"""Numbers of a large tensor that are turned to another dtype at a time, so that its file's pages can go meanwhile."""
+
+
+def cast(stored: Stored, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype, without all of the old one in memory."""
+    if not stored.shape or torch.Size(stored.shape).numel() <= CAST_AT_ONCE:
+        return stored.read().to(dtype).contiguous()
+    out = torch.empty(stored.shape, dtype=dtype)
+    rows = max(CAST_AT_ONCE * stored.shape[0] // out.numel(), 1)
+    for begin in range(0, stored.shape[0], rows):
+        out[begin : begin + rows] = stored.read()[begin : begin + rows]
+    return out
 
 
 def open_folder(folder: Path) -> dict[str, Stored]:
@@ -123,6 +138,9 @@ def _open_shards(folder: Path, name: str, opened: Callable[[Path], dict[str, Sto
     astray = [tensor for tensor, shard in index.items() if tensor not in files[shard]]
     if astray:
         raise ValueError(f"{folder / name} says that {astray[0]} is in {index[astray[0]]}, but it is not there")
+    unlisted = sorted({tensor for shard in files.values() for tensor in shard} - index.keys())
+    if unlisted:
+        raise ValueError(f"{folder / name} does not list {', '.join(unlisted[:5])}, which its files hold")
     return {tensor: files[shard][tensor] for tensor, shard in index.items()}
 
 

@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from anyformer.families.family import Config, Family, model_type
+from anyformer.families.family import Config, Family, model_type, shortest
 from anyformer.families.rules import links
 from anyformer.model import TransformerSpec
 from anyformer.spec import diff
@@ -53,9 +53,9 @@ def family_for(spec: TransformerSpec, parameters: Collection[str], first: str = 
             back, _ = family.read(values, tensors)
         except (AttributeError, IndexError, StopIteration, TypeError, ValueError):
             continue  # of another shape
-        if back == spec:
+        if back == shortest(spec):
             return name, values
-        losses.append((name, diff(spec, back)))
+        losses.append((name, diff(shortest(spec), back)))
     if not losses:
         raise ValueError("no family of the hub has the shape of this model")
     name, lost = min(losses, key=lambda item: len(item[1]))

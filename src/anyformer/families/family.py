@@ -7,10 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from anyformer.block import Block
 from anyformer.families.rules import Rule
 from anyformer.model import TransformerSpec
+from anyformer.parts.attention import Attention
+from anyformer.parts.op import Op
 
-__all__ = ["Config", "Family", "model_type", "write_activation"]
+__all__ = ["Config", "Family", "model_type", "shortest", "write_activation"]
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -141,7 +144,7 @@ class Family(NamedTuple):
         config = Config({**self.defaults, **values}, tensors)
         spec = self.spec(config)
         config.finish()
-        return spec, config.rest()
+        return shortest(spec), config.rest()
 
     def today(self, tensors: Iterable[str]) -> dict[str, str]:
         """The names of a file's tensors as the rules spell them: {today's: the file's}."""
@@ -154,6 +157,26 @@ class Family(NamedTuple):
                 new = new.removesuffix(old) + now if new.endswith(old) else new
             found[new] = name
         return found
+
+
+def shortest(spec: TransformerSpec) -> TransformerSpec:
+    """The same model, with everything left out of its attentions that they would take by themselves."""
+
+    def op(op: Op) -> Op:
+        if not isinstance(op, Attention):
+            return op
+        width = op.width(spec.dim)
+        return op.replace(
+            head_dim=None if width * op.num_heads == spec.dim else width,
+            num_kv_heads=None if op.kv_heads == op.num_heads else op.kv_heads,
+            scale=None if op.scale == width**-0.5 else op.scale,
+        )
+
+    def block(block: Block) -> Block:
+        return block.replace(branches=tuple(branch.replace(op=op(branch.op)) for branch in block.branches))
+
+    stacks = {name: tuple(map(block, blocks)) for name, blocks in spec.stacks().items()}
+    return spec.replace(**stacks)
 
 
 def write_activation(name: str) -> str:
