@@ -38,7 +38,8 @@ def save_gguf(loaded: Loaded, path: str | Path) -> None:
     """Write a LLaMA-shaped model with its byte-level BPE tokenizer for llama.cpp, in the model's own dtype."""
     values, tensors = hub_tensors(loaded.model)
     metadata = _metadata(loaded.tokenizer, loaded.spec.vocab_size) if loaded.tokenizer else {}
-    write_gguf(path, values, _Making(tensors), metadata)
+    length = {"max_position_embeddings": 2048}  # what transformers takes where a config says nothing
+    write_gguf(path, length | values, _Making(tensors), metadata)
 
 
 class _Making(Mapping[str, Tensor]):
