@@ -47,11 +47,12 @@ def _fetch(package: str, inside: str, names: Sequence[str], home: Path, source: 
         if "==" not in package:
             if shutil.which("npm") is None:
                 pytest.skip(f"{package} cannot be fetched: npm is not installed")
-            command = ["npm", "pack", "--silent", "--fetch-retries=1", "--pack-destination", downloads, package]
+            command = ["npm", "pack", "--loglevel=error", "--fetch-retries=1", "--pack-destination", downloads, package]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         archives = sorted(Path(downloads).iterdir())
         if not archives:
-            pytest.skip(f"{package} cannot be fetched: {done.stderr.strip().splitlines()[-1:]}")
+            reason = next((line for line in done.stderr.splitlines() if "error" in line.lower()), "nothing came")
+            pytest.skip(f"{package} cannot be fetched: {reason}")
         _take(archives[0], inside, names, home)
 
 

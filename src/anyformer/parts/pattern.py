@@ -11,19 +11,66 @@ A new pattern is a class with `allows`; masks, fast paths, cached decoding and p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from anyformer.spec import Part, SpecError
 from anyformer.tokens import Tokens
 
-__all__ = ["And", "Causal", "Full", "Global", "Not", "Or", "Pattern", "Prefix", "Window"]
+__all__ = [
+    "EMPTY",
+    "FULL",
+    "PARTIAL",
+    "And",
+    "Causal",
+    "Full",
+    "Global",
+    "Not",
+    "Or",
+    "Pattern",
+    "Prefix",
+    "Tiles",
+    "Window",
+]
 
 Band = tuple[int | None, int | None]
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+class Tiles(NamedTuple):
+    """Runs of tokens, (b, n) each: lowest and highest position, whether any and all are marked, first and last document."""
+
+    lo: Tensor
+    hi: Tensor
+    any_mark: Tensor
+    all_mark: Tensor
+    first: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tokens, size: int) -> Tiles:
+        """Runs of `size` tokens; the last one may be shorter."""
+        mark = torch.zeros_like(tokens.seg, dtype=torch.bool) if tokens.mark is None else tokens.mark
+        short = -tokens.length % size
+        cut = [
+            torch.cat((t, t[:, -1:].expand(-1, short)), 1).unflatten(1, (-1, size))
+            for t in (tokens.pos, mark, tokens.seg)
+        ]
+        pos, mark, seg = cut
+        return cls(pos.amin(2), pos.amax(2), mark.any(2), mark.all(2), seg.amin(2), seg.amax(2))
+
+    def at(self, *index: Any) -> Tiles:
+        return Tiles(*(part[index] for part in self))
+
+
+Cover = tuple[Tensor, Tensor]
+"""Of two tiles: whether some query may see some key, and whether every query surely sees every key."""
 
 
 class Pattern(Part):
@@ -44,6 +91,26 @@ class Pattern(Part):
     def frontier(self) -> int | None:
         """A query may see later positions only below this number: 0 for never (causal), None for anywhere."""
         return None
+
+    def covers(self, q: Tiles, k: Tiles) -> Cover:
+        """What is known of whole tiles, elementwise; (True, False) is always right, and says nothing."""
+        unknown = torch.ones_like(q.lo + k.lo, dtype=torch.bool)
+        return unknown, ~unknown
+
+    def blocks(self, q: Tokens, k: Tokens, size: int) -> Int[Tensor, "b n m"]:
+        """For each tile of size × size: EMPTY, PARTIAL or FULL. A tile that is called partial may be either."""
+        if q.start is not None and k.start is not None:
+            q, k = q.row(), k.row()
+        rows, columns = Tiles.of(q, size).at(slice(None), slice(None), None), Tiles.of(k, size).at(slice(None), None)
+        some, every = self.covers(rows, columns)
+        apart = (rows.last < columns.first) | (columns.last < rows.first) | (columns.last < 0)
+        one = (
+            (rows.first == rows.last)
+            & (columns.first == columns.last)
+            & (rows.first == columns.first)
+            & (rows.first >= 0)
+        )
+        return torch.where(some & ~apart, 1 + (every & one).long(), 0)
 
     def visible(self, q: Tokens, k: Tokens) -> Tensor:
         """`allows`, within a document and never to padding."""
@@ -71,6 +138,10 @@ class Full(Pattern, kind="full"):
     def allows(self, q: Tokens, k: Tokens) -> Tensor:
         return torch.ones_like(q.pos + k.pos, dtype=torch.bool)
 
+    def covers(self, q: Tiles, k: Tiles) -> Cover:
+        every = torch.ones_like(q.lo + k.lo, dtype=torch.bool)
+        return every, every
+
     def band(self) -> Band:
         return None, None
 
@@ -80,6 +151,9 @@ class Causal(Pattern, kind="causal"):
 
     def allows(self, q: Tokens, k: Tokens) -> Tensor:
         return k.pos <= q.pos
+
+    def covers(self, q: Tiles, k: Tiles) -> Cover:
+        return k.lo <= q.hi, k.hi <= q.lo
 
     def band(self) -> Band:
         return None, 0
@@ -100,6 +174,11 @@ class Window(Pattern, kind="window"):
     def allows(self, q: Tokens, k: Tokens) -> Tensor:
         return (q.pos - k.pos).abs() < self.size
 
+    def covers(self, q: Tiles, k: Tiles) -> Cover:
+        return (q.lo - k.hi < self.size) & (k.lo - q.hi < self.size), torch.maximum(
+            q.hi - k.lo, k.hi - q.lo
+        ) < self.size
+
     def band(self) -> Band:
         return self.size - 1, self.size - 1
 
@@ -115,6 +194,9 @@ class Prefix(Pattern, kind="prefix"):
     def allows(self, q: Tokens, k: Tokens) -> Tensor:
         return (k.pos < self.size).expand_as(q.pos + k.pos)
 
+    def covers(self, q: Tiles, k: Tiles) -> Cover:
+        return (k.lo < self.size).expand_as(q.lo + k.lo), (k.hi < self.size).expand_as(q.lo + k.lo)
+
     def frontier(self) -> int:
         return self.size
 
@@ -126,6 +208,9 @@ class Global(Pattern, kind="global"):
         nobody = torch.zeros((), dtype=torch.bool, device=q.pos.device)
         marked = (nobody if q.mark is None else q.mark) | (nobody if k.mark is None else k.mark)
         return marked.expand_as(q.pos + k.pos)
+
+    def covers(self, q: Tiles, k: Tiles) -> Cover:
+        return q.any_mark | k.any_mark, q.all_mark | k.all_mark
 
 
 class _Several(Pattern):
@@ -144,6 +229,10 @@ class And(_Several, kind="and"):
         for part in self.parts[1:]:
             allowed = allowed & part.allows(q, k)
         return allowed
+
+    def covers(self, q: Tiles, k: Tiles) -> Cover:
+        some, every = zip(*(part.covers(q, k) for part in self.parts), strict=True)
+        return functools.reduce(torch.logical_and, some), functools.reduce(torch.logical_and, every)
 
     def band(self) -> Band | None:
         bands = [part.band() for part in self.parts]
@@ -171,6 +260,10 @@ class Or(_Several, kind="or"):
             allowed = allowed | part.allows(q, k)
         return allowed
 
+    def covers(self, q: Tiles, k: Tiles) -> Cover:
+        some, every = zip(*(part.covers(q, k) for part in self.parts), strict=True)
+        return functools.reduce(torch.logical_or, some), functools.reduce(torch.logical_or, every)
+
     def reach(self) -> int | None:
         return _most(part.reach() for part in self.parts)
 
@@ -188,6 +281,10 @@ class Not(Pattern, kind="not"):
 
     def allows(self, q: Tokens, k: Tokens) -> Tensor:
         return ~self.part.allows(q, k)
+
+    def covers(self, q: Tiles, k: Tiles) -> Cover:
+        some, every = self.part.covers(q, k)
+        return ~every, ~some
 
 
 def _least(bounds: Iterable[int | None]) -> int | None:
