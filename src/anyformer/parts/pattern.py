@@ -44,7 +44,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class Tiles(NamedTuple):
-    """Runs of tokens, (b, n) each: lowest and highest position, whether any and all are marked, first and last document."""
+    """Runs of tokens, (b, n) each: lowest and highest position, whether any and all are marked, and their documents."""
 
     lo: Tensor
     hi: Tensor
