@@ -30,6 +30,7 @@ bench: $(INSTALLED)  ## speed, as ratios to peers measured in the same run; resu
 	$(BIN)/pip install -q -c constraints.txt -e .[bench]
 	$(BIN)/python benchmarks/training.py --compile
 	$(BIN)/python benchmarks/loss.py
+	$(BIN)/python benchmarks/loading.py
 	$(BIN)/python benchmarks/imports.py
 
 format: $(INSTALLED)  ## format and mend what can be mended
