@@ -152,8 +152,9 @@ def test_stream_gives_whole_characters_only() -> None:
 def test_stream_is_the_decoded_text_of_generate() -> None:
     tokenizer = BPETokenizer.train(["the cat sat on the mat, 猫在垫子上"] * 4, 300)
     model = small(tokenizer.vocab_size)
-    made = af.generate(model, [tokenizer.encode("the cat")], max_new_tokens=30, temperature=1.0, seed=2)
-    streamed = af.stream(model, tokenizer, "the cat", max_new_tokens=30, sampling=af.Sampling(temperature=1.0, seed=2))
+    sampling, ends = af.Sampling(temperature=1.0, seed=2), tokenizer.end_ids
+    made = af.generate(model, [tokenizer.encode("the cat")], max_new_tokens=30, end_ids=ends, sampling=sampling)
+    streamed = af.stream(model, tokenizer, "the cat", max_new_tokens=30, sampling=sampling)
     assert "".join(streamed) == tokenizer.decode(made.ids[0])
 
 

@@ -138,10 +138,10 @@ def test_muon_turns_matrices_and_adamw_moves_the_rest() -> None:
     for group in optimizer.param_groups:
         group["lr"] = spec.lr * group.get("share", 1.0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-        if parameter.dim() == 2:
-            u, values, vh = torch.linalg.svd(parameter.grad, full_matrices=False)
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.randn_like(parameter).sign()
+        if parameter.dim() == 2 and name != "tokens.weight":
+            u, values, vh = torch.linalg.svd(torch.randn_like(parameter), full_matrices=False)
             parameter.grad = u @ torch.diag(torch.linspace(0.5, 1, len(values))) @ vh
     optimizer.step()
     for name, parameter in model.named_parameters():
@@ -152,7 +152,7 @@ def test_muon_turns_matrices_and_adamw_moves_the_rest() -> None:
             assert 0.6 < values.min() <= values.max() < 1.3, name
         elif name == "tokens.weight" or "pre" in name:
             torch.testing.assert_close(
-                moved.abs(), torch.full_like(moved, 1e-3), rtol=1e-3, atol=5e-6
+                moved.abs(), torch.full_like(moved, 1e-3), rtol=1e-3, atol=0
             )  # less, where |g| is near eps
 
 
