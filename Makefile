@@ -33,6 +33,11 @@ bench: $(INSTALLED)  ## speed, as ratios to peers measured in the same run; resu
 	$(BIN)/python benchmarks/loading.py
 	$(BIN)/python benchmarks/imports.py
 
+bench-attention: $(INSTALLED)  ## long and sparse attention against its peers: some ten minutes; results in benchmarks/results
+	$(BIN)/pip install -q -c constraints.txt -e .[bench]
+	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/linear_attention.py
+
 format: $(INSTALLED)  ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -47,4 +52,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e .[dev]
 	touch $(INSTALLED)
 
-.PHONY: help demo test check test-fast test-slow bench format clean
+.PHONY: help demo test check test-fast test-slow bench bench-attention format clean

@@ -98,6 +98,9 @@ def test_a_finished_run_is_never_overwritten_and_a_run_goes_on(tmp_path: Path) -
         (["show", "gpt-mini", "--set", "decoder.*.mixer.positoin.kind=alibi"], "did you mean 'position'?"),
         (["show", "gpt-mini", "--set", "decoder.*.mixer.position.kind=alibbi"], "did you mean 'alibi'?"),
         (["show", "gpt-mini", "--set", "dim"], "--set needs PATH=VALUE, but is 'dim'"),
+        (["show", "gpt-mini", "--blocks", "8"], "--blocks cuts the drawing of --mask N into tiles: give both"),
+        (["show", "gpt-mini", "--mask", "513"], "--mask 513 would be more than 512 cells a side"),
+        (["show", "gpt-mini", "--mask", "1026", "--blocks", "2"], "give a smaller one, or larger --blocks"),
         (["show", "gpt-mini", "--set", "dim=-1"], "dim: must be greater than 0, but is -1"),
         (["train", "gpt-mini", "--data", "no/such/file.txt", "--out", "x"], "no/such/file.txt"),
         (["train", "gpt-mini", "--vocab", "many", "--out", "x"], "--vocab must be a number or `bytes`, but is 'many'"),
@@ -156,6 +159,24 @@ def test_show_mask_draws_each_kind_of_layer(tmp_path: Path) -> None:
     assert "encoder.*.mixer: Full()\n███\n███\n███" in result.output
     assert "decoder.*.mixer: Causal()\n█··\n██·\n███" in result.output
     assert (tmp_path / "mask.png").stat().st_size > 2000
+
+
+def test_show_mask_draws_heads_that_differ_and_tiles(tmp_path: Path) -> None:
+    """One picture for each run of heads; tiles as the pattern tells them."""
+    (tmp_path / "m.yaml").write_text(run("show", "gpt-mini", "--yaml").output, encoding="utf-8")
+    here = "{kind: and, parts: [causal, {kind: %s, size: 2}]}"
+    heads = (
+        f"decoder.*.mixer.pattern={{kind: per_head, patterns: [{here % 'window'}, {here % 'chunk'}, causal, causal]}}"
+    )
+    given = ["show", tmp_path / "m.yaml", "--set", "decoder.*.mixer.num_heads=4", "--set", heads]
+    said = run(*given, "--mask", 3, "--png", tmp_path / "mask.png").output
+    assert "decoder.*.mixer.head 0: And(parts=(Causal(), Window(size=2)))\n█··\n██·\n·██" in said
+    assert "decoder.*.mixer.head 1: And(parts=(Causal(), Chunk(size=2)))\n█··\n██·\n··█" in said
+    assert "decoder.*.mixer.heads 2-3: Causal()\n█··\n██·\n███" in said
+    said = run(*given, "--mask", 5, "--blocks", 2, "--png", tmp_path / "tiles.png").output
+    assert "head 0: And(parts=(Causal(), Window(size=2)))\n▒··\n▒▒·\n·▒█" in said
+    assert "heads 2-3: Causal()\n▒··\n█▒·\n███" in said
+    assert (tmp_path / "tiles.png").stat().st_size > 2000
 
 
 def test_ctrl_c_saves_a_run_that_can_go_on(tmp_path: Path) -> None:

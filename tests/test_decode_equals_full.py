@@ -17,8 +17,10 @@ from anyformer import (
     Block,
     Cache,
     Causal,
+    Chunk,
     CrossAttention,
     DenseFFN,
+    Dilated,
     DynamicNTK,
     Embed,
     Full,
@@ -27,8 +29,10 @@ from anyformer import (
     Linear,
     Llama3,
     Pattern,
+    PerHead,
     Position,
     Prefix,
+    RandomBlocks,
     RelativeBias,
     RMSNorm,
     Rotary,
@@ -41,6 +45,8 @@ from anyformer import (
     YaRN,
     cycle,
 )
+from anyformer.kernels.by_head import ByHead
+from anyformer.kernels.reference import Reference
 
 VOCAB, LENGTH, CLOSE = 13, 11, 1e-10
 
@@ -61,8 +67,13 @@ PATTERNS: dict[str, Pattern] = {
     "window_or_prefix": (Causal() & Window(3)) | Prefix(4),
     "prefix_in_window": (Causal() | Prefix(4)) & Window(3),
     "far_past": Causal() & ~Window(2),
+    "sinks": Causal() & (Window(3) | Prefix(2)),
+    "sinks_alone": Causal() & Prefix(3),
     "home_made": Causal() & Stride(),
     "home_made_window": Causal() & Stride() & Window(5),
+    "dilated": Causal() & Dilated(2, 6),
+    "chunk": Causal() & Chunk(4),
+    "random": Causal() & (RandomBlocks(2, 1) | Window(2)),
 }
 
 POSITIONS: dict[str, Position | None] = {
@@ -129,7 +140,7 @@ def by_pieces(model: Transformer, text: Tensor, split: list[int], cache: Cache |
 
 @torch.inference_mode()
 def in_full(model: Transformer, text: Tensor, tokens: Tokens | None = None, **kwargs: Any) -> Tensor:
-    return model(text, tokens, kernel="reference", **kwargs)
+    return model(text, tokens, **{"kernel": "reference", **kwargs})
 
 
 def same(a: Tensor, b: Tensor, close: float = CLOSE) -> None:
@@ -195,6 +206,16 @@ def test_layers_with_other_patterns_share_one_cache(kernel: str) -> None:
         same(by_pieces(model, text, split, kernel=kernel), full)
 
 
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_fault_16_heads_with_patterns_of_their_own(split: list[int]) -> None:
+    """The cache reaches as far back as the head that looks farthest."""
+    chunks, window = Causal() & Chunk(4), Causal() & Window(5)
+    model, text = make(PerHead((chunks, window)), PerHead((chunks, Causal())), position=Alibi()), ids()
+    cache = model.new_cache(2, 13)
+    same(by_pieces(model, text, split, cache), in_full(model, text, kernel=ByHead([Reference()])))
+    assert cache.nbytes == 8 * 2 * 2 * (5 + 13) * 2 * 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
@@ -222,7 +243,7 @@ def prompts(side: str) -> tuple[list[Tensor], Tensor, Tensor]:
     return texts, batch, keep
 
 
-RAGGED = ["causal", "window_1", "window_3", "window_longer", "far_past", "home_made_window"]
+RAGGED = ["causal", "window_1", "window_3", "window_longer", "far_past", "home_made_window", "chunk"]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

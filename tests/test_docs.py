@@ -59,7 +59,7 @@ def test_commands_of_the_readme_run_in_their_order(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text("Call me Ishmael. Some years ago, never mind how long precisely.\n" * 80)
     published()
-    order = ["--yaml", "train gpt-mini", "train my-model", "generate", "show", "convert"]
+    order = ["--yaml", "train gpt-mini", "train my-model", "generate", "show", "convert", "inspect"]
     known = sorted(commands(), key=lambda line: next(i for i, word in enumerate(order) if word in line))
     assert len(known) >= 6
     for line in known:

@@ -161,3 +161,19 @@ def test_stream_is_the_decoded_text_of_generate() -> None:
 def test_choices_are_given_one_way() -> None:
     with pytest.raises(ValueError, match="not both: temperature"):
         af.generate(small(), [[1]], sampling=af.Sampling(), temperature=0.5)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_a_prompt_read_in_chunks_gives_the_same(chunk: int) -> None:
+    """Ragged prompts, padded on the left: whole chunks of a short row are padding."""
+    model = small()
+    prompts = [[3, 1, 4, 1, 5, 9, 2], [2], [6, 5, 3]]
+    whole = af.generate(model, prompts, max_new_tokens=6)
+    assert af.generate(model, prompts, max_new_tokens=6, prefill_chunk=chunk) == whole
+    alone = af.generate(model, prompts[:1], max_new_tokens=6)
+    assert af.generate(model, prompts[:1], max_new_tokens=6, prefill_chunk=chunk) == alone
+
+
+def test_a_chunk_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="`prefill_chunk` must be at least 1, but is 0"):
+        af.generate(small(), [[1]], prefill_chunk=0)

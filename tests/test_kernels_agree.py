@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 from anyformer import (
     KERNELS,
     Alibi,
     Causal,
+    Chunk,
+    Dilated,
     Full,
+    Global,
     Pattern,
+    PerHead,
     Position,
     PositionModule,
     Prefix,
+    RandomBlocks,
     RelativeBias,
     Request,
     Rotary,
@@ -27,12 +37,13 @@ from anyformer import (
     Window,
     attend,
     choose,
-    explain,
+    explain_kernels,
 )
 from anyformer.kernels.base import Kernel
+from anyformer.kernels.flex import Flex
 
 WIDTH, SCALE = 4, 0.7  # not the default, 1 / √4, which is tested on its own below
-NAMES = [kernel.name for kernel in KERNELS]
+NAMES = [kernel.name for kernel in KERNELS if kernel.name not in ("by_head", "flex")]  # those have tests of their own
 WIDE = torch.float64
 
 
@@ -54,6 +65,9 @@ PATTERNS: dict[str, tuple[Pattern, Rule]] = {
     "future": (~Causal(), lambda q, k: k > q),
     "far_past": (Causal() & ~Window(2), lambda q, k: q - k >= 2),
     "home_made": (Even(), lambda q, k: (q - k) % 2 == 0),
+    "dilated": (Dilated(2, 5), lambda q, k: q - k in (-4, -2, 0, 2, 4)),
+    "chunk": (Causal() & Chunk(3), lambda q, k: k <= q and q // 3 == k // 3),
+    "random": (RandomBlocks(2, 1, seed=3), lambda q, k: q // 2 != k // 2 and 1 in (q // 2, k // 2)),
 }
 
 
@@ -201,7 +215,7 @@ def gradients(loss: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True))
 
 
-def ours(case: Case, inputs: tuple[Tensor, ...], kernel: str | None, **changed: Any) -> Tensor:
+def ours(case: Case, inputs: tuple[Tensor, ...], kernel: str | Kernel | None, **changed: Any) -> Tensor:
     q, k, v, table = inputs
     change, layout = CHANGES[case.change], LAYOUTS[case.layout]
     position: Any = change.position
@@ -209,9 +223,8 @@ def ours(case: Case, inputs: tuple[Tensor, ...], kernel: str | None, **changed: 
         position = position.build(WIDTH, q.shape[2])
         del position.table
         position.table = table
-    pattern = PATTERNS[case.pattern][0]
-    given = {"tokens": layout.q, "key_tokens": layout.k, "scale": SCALE, **changed}
-    return attend(q, k, v, pattern=pattern, position=position, kernel=kernel, softcap=change.softcap, **given)
+    given = {"tokens": layout.q, "key_tokens": layout.k, "scale": SCALE, "pattern": PATTERNS[case.pattern][0]}
+    return attend(q, k, v, position=position, kernel=kernel, softcap=change.softcap, **{**given, **changed})
 
 
 REJECTED = {("sdpa", "softcap"): "cannot cap scores"}
@@ -220,7 +233,9 @@ REJECTED = {("sdpa", "softcap"): "cannot cap scores"}
 def all_cases() -> Iterator[Any]:
     for change, heads, layout, pattern in itertools.product(CHANGES, HEADS, LAYOUTS, PATTERNS):
         case = Case(pattern, layout, heads, change)
-        wide = heads == "gqa" and (change in ("none", "relative") or pattern in ("prefix", "far_past"))
+        sparse = pattern in ("dilated", "chunk", "random")
+        wide = heads == "gqa" and (change in ("none",) if sparse else change in ("none", "relative"))
+        wide = wide or (heads == "gqa" and pattern in ("prefix", "far_past"))
         full = wide or pattern == "sliding"
         yield pytest.param(case, id="-".join(case), marks=[] if full else pytest.mark.slow)
 
@@ -245,6 +260,25 @@ def test_forward_and_gradients(case: Case) -> None:
             )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("heads", "change"), [("mha", "alibi"), ("gqa", "relative"), ("mha", "rotary")])
+def test_heads_with_patterns_of_their_own(heads: str, change: str, layout: str) -> None:
+    """The first half of the heads is the oracle with one pattern, the second the oracle with another."""
+    names = ("sliding", "chunk")
+    right = answer(Case("sliding", layout, heads, change))
+    cases = [Case(name, layout, heads, change) for name in names]
+    exact = tuple(x.clone().requires_grad_() for x in right.inputs)
+    parts = [oracle(*exact, case)[:, :, 2 * i : 2 * i + 2] for i, case in enumerate(cases)]
+    pattern = PerHead(tuple(PATTERNS[name][0] for name in names))
+    inputs = tuple(x.clone().requires_grad_() for x in right.inputs)
+    out = ours(cases[0], inputs, "by_head", pattern=pattern)
+    close = 1e-6 if change == "rotary" else 1e-12
+    torch.testing.assert_close(out, torch.cat(parts, 2), atol=close, rtol=0)
+    wanted = gradients((torch.cat(parts, 2) * right.out_weight).sum(), exact)
+    for mine, other in zip(gradients((out * right.out_weight).sum(), inputs), wanted, strict=True):
+        torch.testing.assert_close(mine, other, atol=10 * close, rtol=0)
+
+
 def test_the_oracle_can_tell_cases_apart() -> None:
     """The grid would be worth little if all its answers were the same."""
     for one, other in itertools.combinations(PATTERNS, 2):
@@ -253,6 +287,75 @@ def test_the_oracle_can_tell_cases_apart() -> None:
     for one, other in itertools.combinations(CHANGES, 2):
         a, b = (answer(Case("causal", "plain", "gqa", change)).out for change in (one, other))
         assert (a - b).abs().max() > 0.001, (one, other)
+
+
+# -- flex: compiled, so but a few -------------------------------------------------------------------------------------
+
+
+def flexed(case: Case, flex: Flex) -> None:
+    """Forward only: on the CPU, torch's flex attention has no backward pass."""
+    right = answer(case)
+    dtype, close = (torch.float32, 1e-5) if flex.compiled else (WIDE, 1e-6)
+    out = ours(case, tuple(x.to(dtype) for x in right.inputs), flex)
+    torch.testing.assert_close(out.to(WIDE), right.out, atol=close, rtol=close)
+
+
+def flexed_around_a_block(length: int) -> None:
+    q, k, v = torch.randn(2, length, 4, 8), *(torch.randn(2, length, 2, 8) for _ in range(2))
+    mark = torch.arange(length).expand(2, -1) % 100 == 3
+    tokens = dataclasses.replace(Tokens.arange(2, length), mark=mark)
+    pattern = Causal() & (Window(9) | Global() | RandomBlocks(16, 1))
+    given: dict[str, Any] = {"pattern": pattern, "tokens": tokens, "position": Alibi()}
+    out, right = (attend(q, k, v, kernel=kernel, **given) for kernel in ("flex", "reference"))
+    torch.testing.assert_close(out, right, atol=2e-6, rtol=1e-5)
+
+
+def apart(calls: list[str]) -> None:
+    """In a process of its own, as users run it: without the checks of signatures, which the compiler would trace."""
+    code = "; ".join(["from test_kernels_agree import *", *calls, "print('done')"])
+    here = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=here, capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr[-3000:]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    "case", [Case("dilated", "packed", "gqa", "relative"), Case("chunk", "left_padded", "mqa", "softcap")], ids="-".join
+)
+def test_flex_step_by_step(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    flexed(case, Flex(compiled=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_flex_compiled(pattern: str) -> None:
+    places = (("packed", "gqa", "none"), ("ragged_offset", "mha", "alibi"), ("left_padded", "mqa", "softcap"))
+    apart([f"flexed({Case(pattern, *place)!r}, Flex())" for place in places])
+
+
+@pytest.mark.slow
+def test_fault_18_flex_around_a_block() -> None:
+    apart([f"flexed_around_a_block({length})" for length in (1, 2, 127, 128, 129, 130, 255)])
+
+
+def test_flex_says_what_it_cannot() -> None:
+    flex = Flex()
+    learning = torch.randn(1, 3, 4, 4, requires_grad=True)
+    assert flex.rejects(request()) is None
+    assert flex.rejects(request(q=learning.detach())) is None
+    with torch.inference_mode():
+        assert flex.rejects(request(q=learning)) is None
+    table = RelativeBias().build(4, 4)
+    for given, why in (
+        ({"dropout": 0.1}, "cannot drop weights"),
+        ({"q": learning}, r"on the CPU, .* gives no gradients: call it under torch.inference_mode\(\)"),
+        ({"position": table}, "on the CPU, .* gives no gradients"),
+        ({"q": torch.randn(1, 3, 4, 4, dtype=WIDE)}, "but the inputs are float64"),
+        ({"q": torch.randn(1, 0, 4, 4)}, "at least one query and one key"),
+    ):
+        with pytest.raises(ValueError, match=f"kernel 'flex' was asked for, but .*{why}"):
+            choose(request(**given), KERNELS, "flex")
 
 
 # -- precision, memory layout -----------------------------------------------------------------------------------------
@@ -453,7 +556,7 @@ def test_the_first_kernel_that_accepts_is_taken() -> None:
     assert choose(request(), KERNELS).name == "sdpa"
     assert choose(request(softcap=1.0), KERNELS).name == "reference"
     assert choose(request(), KERNELS, "reference").name == "reference"
-    assert choose(request(), KERNELS[::-1]).name == "reference"
+    assert choose(request(), [k for k in KERNELS[::-1] if k.name in NAMES]).name == "reference"
 
 
 def test_a_kernel_of_ones_own_can_be_forced() -> None:
@@ -473,14 +576,18 @@ def test_a_kernel_of_ones_own_can_be_forced() -> None:
 
 
 def test_an_unknown_kernel_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown kernel 'flash'; known: sdpa, reference"):
+    with pytest.raises(ValueError, match="unknown kernel 'flash'; known: "):
         choose(request(), KERNELS, "flash")
 
 
-def test_explain_has_a_line_for_each_kernel() -> None:
-    assert explain(request(), KERNELS) == "sdpa: taken\nreference: possible"
-    why = "sdpa: torch's fused attention cannot cap scores\nreference: taken"
-    assert explain(request(softcap=1.0), KERNELS) == why
+def test_explain_kernels_has_a_line_for_each_kernel() -> None:
+    def verdicts(**changed: Any) -> dict[str, str]:
+        return dict(line.split(": ", 1) for line in explain_kernels(request(**changed), KERNELS).splitlines())
+
+    assert list(verdicts()) == [kernel.name for kernel in KERNELS]
+    assert (verdicts()["sdpa"], verdicts()["reference"], verdicts()["flex"]) == ("taken", "possible", "possible")
+    capped = verdicts(softcap=1.0)
+    assert (capped["sdpa"], capped["reference"]) == ("torch's fused attention cannot cap scores", "taken")
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
@@ -569,9 +676,8 @@ def test_a_band_is_exactly_the_pattern(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROMISES)
 def test_nothing_beyond_the_reach_is_visible(name: str) -> None:
-    reach = PROMISES[name].reach()
-    back = [q - k for q, k, seen in pairs(PROMISES[name]) if seen]
-    assert reach is None or all(distance < reach for distance in back)
+    reach, first = PROMISES[name].reach(), PROMISES[name].first()
+    assert reach is None or all(q - k < reach or k < first for q, k, seen in pairs(PROMISES[name]) if seen)
 
 
 @pytest.mark.parametrize("name", PROMISES)

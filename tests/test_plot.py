@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from anyformer.inspect import plot
-from anyformer.inspect.plot import plot_loss, plot_mask, text_mask
+from anyformer.inspect.plot import plot_loss, plot_mask, plot_tiles, text_mask, text_tiles
 
 CAUSAL = np.tril(np.ones((4, 4), dtype=bool))
 BLUE, RED = (0x1F, 0x5F, 0xA8), (0xD1, 0x49, 0x5B)
@@ -180,6 +180,17 @@ def test_mask_of_no_queries_is_drawn(tmp_path: Path) -> None:
 def test_no_masks_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 1 mask to draw, but is empty"):
         plot_mask(tmp_path / "mask.png", {})
+
+
+def test_tiles_have_three_shades(tmp_path: Path) -> None:
+    tiles = np.array([[0, 1], [2, 2]])
+    plot_tiles(tmp_path / "tiles.png", {"tiles": tiles})
+    middle = (np.array((0xEE, 0xF1, 0xF5)) + np.array(BLUE)) / 2
+    areas = [(np.abs(pixels(tmp_path / "tiles.png") - shade).max(axis=-1) <= 2).sum() for shade in (middle, BLUE)]
+    assert areas[0] > 1000
+    assert areas[1] == pytest.approx(2 * areas[0], rel=0.1)
+    assert text_tiles(tiles) == "·▒\n██"
+    assert text_tiles(torch.from_numpy(tiles)) == "·▒\n██"
 
 
 def test_text_mask() -> None:

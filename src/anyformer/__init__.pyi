@@ -10,10 +10,14 @@ from .generate.loop import Generation as Generation
 from .generate.loop import generate as generate
 from .generate.loop import stream as stream
 from .generate.sampling import Sampling as Sampling
+from .inspect.explain import Steps as Steps
+from .inspect.explain import attention_weights as attention_weights
+from .inspect.explain import explain as explain
+from .inspect.explain import explain_layer as explain_layer
 from .kernels import KERNELS as KERNELS
 from .kernels.base import Request as Request
 from .kernels.base import choose as choose
-from .kernels.base import explain as explain
+from .kernels.base import explain_kernels as explain_kernels
 from .model import States as States
 from .model import Transformer as Transformer
 from .model import TransformerSpec as TransformerSpec
@@ -35,6 +39,10 @@ from .parts.head import LMHead as LMHead
 from .parts.head import MaskedLMHead as MaskedLMHead
 from .parts.head import PooledHead as PooledHead
 from .parts.head import TokenHead as TokenHead
+from .parts.linear_attention import Elu as Elu
+from .parts.linear_attention import LinearAttention as LinearAttention
+from .parts.linear_attention import RandomFeatures as RandomFeatures
+from .parts.linear_attention import Relu as Relu
 from .parts.moe import MoE as MoE
 from .parts.norm import LayerNorm as LayerNorm
 from .parts.norm import Norm as Norm
@@ -52,6 +60,7 @@ from .parts.pattern import Or as Or
 from .parts.pattern import Pattern as Pattern
 from .parts.pattern import Prefix as Prefix
 from .parts.pattern import Window as Window
+from .parts.per_head import PerHead as PerHead
 from .parts.position import Alibi as Alibi
 from .parts.position import Learned as Learned
 from .parts.position import Position as Position
@@ -59,6 +68,12 @@ from .parts.position import PositionModule as PositionModule
 from .parts.position import RelativeBias as RelativeBias
 from .parts.position import Rotary as Rotary
 from .parts.position import Sinusoidal as Sinusoidal
+from .parts.recurrent import Recurrent as Recurrent
+from .parts.sparse import Chunk as Chunk
+from .parts.sparse import Dilated as Dilated
+from .parts.sparse import RandomBlocks as RandomBlocks
+from .parts.sparse import bigbird as bigbird
+from .parts.sparse import longformer as longformer
 from .presets import preset as preset
 from .spec import Part as Part
 from .spec import Spec as Spec

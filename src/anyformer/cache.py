@@ -7,7 +7,7 @@
 Memory is laid out once and written in place. A layer whose pattern reaches back n positions keeps a ring of n slots;
 others keep `max_len`. `append` gives back the keys *and their tokens*: as masks speak of positions, the order of
 slots is free, and rings, left padding and ragged batches need no special mask. Where tokens sit is kept once for all
-layers of one size, not once a layer.
+layers of one size, not once a layer. A layer that sums up what it has read keeps a `State`, whose size is fixed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class Cache:
             raise ValueError(f"`max_len` must be at least 1, but is {max_len}")
         self.batch, self.max_len, self.dtype, self.device = batch, max_len, dtype, device
         self.used = 0
-        self.stores: list[list[Store | Memory | None]] = []
-        self._slots: dict[int, Slots] = {}
+        self.stores: list[list[Store | Memory | State | None]] = []
+        self._slots: dict[tuple[int, int], Slots] = {}
+        self._documents: Documents | None = None
         self._frontier = 0
 
     def keys_values(self, num_heads: int, head_dim: int, pattern: Pattern) -> Store:
@@ -47,20 +48,36 @@ class Cache:
                 f"pattern {pattern!r} looks ahead, so decoding with a cache would differ from the full pass"
             )
         self._frontier = max(self._frontier, frontier)
-        size = min(pattern.reach() or self.max_len, self.max_len)
-        kind = Ring if size < self.max_len else Line
-        slots = self._slots.setdefault(size, kind(self.batch, size, self.device))
-        return Store(slots, (self.batch, size, num_heads, head_dim), self.dtype)
+        reach, first = pattern.reach(), pattern.first()
+        if reach is None or max(reach, 1) + first >= self.max_len:
+            reach, first = self.max_len, 0
+        reach = max(reach, 1)
+        if (reach, first) not in self._slots:
+            self._slots[reach, first] = self._new_slots(reach, first)
+        slots = self._slots[reach, first]
+        return Store(slots, (self.batch, slots.size, num_heads, head_dim), self.dtype)
+
+    def _new_slots(self, reach: int, first: int) -> Slots:
+        if first:
+            return Sinks(self.batch, reach, first, self.device)
+        return (Ring if reach < self.max_len else Line)(self.batch, reach, self.device)
 
     def memory(self) -> Memory:
         """A store for one cross-attention layer."""
         return Memory()
+
+    def state(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> State:
+        """A store of `shape` a row, whatever the length, for one layer that sums up what it has read."""
+        self._documents = self._documents or Documents(self.batch, self.device)
+        return State(self._documents, (self.batch, *shape), dtype or self.dtype)
 
     def advance(self, tokens: Tokens) -> None:
         """Make room for `tokens`; checks everything before anything is changed."""
         self._check(tokens)
         for slots in self._slots.values():
             slots.advance(tokens, self.used)
+        if self._documents is not None:
+            self._documents.advance(tokens)
         self.used += tokens.length
 
     def _check(self, tokens: Tokens) -> None:
@@ -85,7 +102,7 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values (the tokens' own record is small and not counted)."""
+        """Bytes of keys, values and states (the tokens' own record is small and not counted)."""
         stores = [store for layer in self.stores for store in layer if store is not None]
         return sum(store.nbytes for store in stores)
 
@@ -128,6 +145,47 @@ class Memory:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.kept) if self.kept else 0
+
+
+class State:
+    """What one layer makes of all it has read, `value` (B, *shape): zeros until a row has read something.
+
+    It speaks of the document that its row is in (`documents.before` this piece): a layer drops it for another one.
+    """
+
+    def __init__(self, documents: Documents, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.documents = documents
+        self.value = torch.zeros(shape, dtype=dtype, device=documents.after.device)
+
+    def keep(self, value: Tensor) -> None:
+        """The value behind this piece, in place of that before it."""
+        if torch.is_grad_enabled() and value.requires_grad:
+            raise ValueError("a cache keeps no gradients: call the model under torch.inference_mode()")
+        self.value.copy_(value)
+
+    @property
+    def nbytes(self) -> int:
+        return self.value.nbytes
+
+
+class Documents:
+    """Which document each row is in, `before` this piece and `after` it: (B,), -1 for none yet. For all states at once.
+
+    `plain` as long as all pieces are plain text. A document is one run of tokens: padding may lie in it, no other one.
+    """
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.before = self.after = torch.full((batch,), -1, device=device)
+        self.plain = True
+
+    def advance(self, tokens: Tokens) -> None:
+        self.plain = self.plain and tokens.start is not None
+        self.before = self.after
+        if tokens.length:
+            order = torch.arange(tokens.length, device=tokens.seg.device)
+            last = torch.where(tokens.real, order, -1).amax(1, keepdim=True)
+            seg = tokens.seg.gather(1, last.clamp(min=0))
+            self.after = torch.where(last >= 0, seg, self.before[:, None])[:, 0]
 
 
 class Slots:
@@ -204,7 +262,7 @@ class Ring(Slots):
 
             return write_plain
         rows = torch.arange(tokens.batch, device=self.device)[:, None]
-        slots, real = tokens.pos % self.size, tokens.real
+        slots, real = self._slot(tokens.pos), tokens.real
 
         def write(buffer: Tensor, new: Tensor) -> Tensor:
             buffer[rows, slots] = torch.where(_like(real, new), new, buffer[rows, slots])
@@ -229,7 +287,22 @@ class Ring(Slots):
         order = torch.arange(tokens.length, device=self.device).expand_as(tokens.pos)
         order = order.masked_fill(~tokens.real, -1)
         none = torch.full_like(self.seg, -1)
-        return none.scatter_reduce(1, tokens.pos % self.size, order, "amax")
+        return none.scatter_reduce(1, self._slot(tokens.pos), order, "amax")
+
+    def _slot(self, pos: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+        return pos % self.size
+
+
+class Sinks(Ring):
+    """A ring, and beside it the `first` positions of the document, which are kept for good (Xiao et al. 2024)."""
+
+    def __init__(self, batch: int, reach: int, first: int, device: torch.device) -> None:
+        super().__init__(batch, first + reach, device)
+        self.first, self.reach = first, reach
+        self.plain = False  # what is kept is not one run of positions
+
+    def _slot(self, pos: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+        return torch.where(pos < self.first, pos, self.first + (pos - self.first) % self.reach)
 
 
 def _like(mask: Tensor, x: Tensor) -> Tensor:

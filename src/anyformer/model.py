@@ -18,6 +18,7 @@ from anyformer.init import fan_in_init
 from anyformer.parts.attention import Attention, CrossAttention
 from anyformer.parts.embed import Embed, table
 from anyformer.parts.head import Head, HeadModule, LMHead
+from anyformer.parts.linear_attention import LinearAttention
 from anyformer.parts.norm import Norm
 from anyformer.parts.position import Position
 from anyformer.spec import Spec, SpecError
@@ -58,7 +59,7 @@ class TransformerSpec(Spec):
             reason = "cross-attention needs an encoder, but there is none"
         if reason:
             raise SpecError(reason, path)
-        if isinstance(op, Attention):
+        if isinstance(op, Attention | LinearAttention):
             try:
                 op.width(self.dim)
             except SpecError as error:
@@ -95,7 +96,7 @@ class TransformerSpec(Spec):
     def positions(self) -> list[Position]:
         """Every position scheme in use."""
         branches = [branch for block in self.encoder + self.decoder for branch in block.branches]
-        mixers = [branch.op.position for branch in branches if isinstance(branch.op, Attention)]
+        mixers = [branch.op.position for branch in branches if isinstance(branch.op, Attention | LinearAttention)]
         return [position for position in [self.embed.position, *mixers] if position is not None]
 
     def stacks(self) -> dict[str, tuple[Block, ...]]:

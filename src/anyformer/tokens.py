@@ -92,6 +92,13 @@ class Tokens:
         alike = self.start is not None and self.mark is None and self.batch > 1
         return dataclasses.replace(self, pos=self.pos[:1], seg=self.seg[:1]) if alike else self
 
+    def cut(self, begin: int, end: int) -> Tokens:
+        """The tokens of the columns from `begin` up to `end`."""
+        if self.start is not None and self.ordered:
+            cut = Tokens.arange(self.batch, end - begin, start=self.start + begin, device=self.pos.device)
+            return dataclasses.replace(cut, mark=None if self.mark is None else self.mark[:, begin:end])
+        return self.map(lambda t: t[:, begin:end])
+
     def after(self, length: int = 1) -> Tokens:
         """The tokens that follow the last real one of each row."""
         if self.start is not None:

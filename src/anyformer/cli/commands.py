@@ -84,9 +84,16 @@ DTYPE = click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float
 @click.option("--max-new-tokens", default=256, show_default=True)
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
 @click.option("--seed", type=int, help="Equal seeds give equal text.")
+@click.option("--prefill-chunk", type=click.IntRange(1), help="Read a long prompt so many tokens at a time.")
 @DTYPE
 def generate(
-    source: str, prompt: str, max_new_tokens: int, stop: tuple[str, ...], dtype: str | None, **choices: Any
+    source: str,
+    prompt: str,
+    max_new_tokens: int,
+    stop: tuple[str, ...],
+    prefill_chunk: int | None,
+    dtype: str | None,
+    **choices: Any,
 ) -> None:
     """Continue PROMPT with the model of SOURCE, as it is made; an encoder-decoder answers it.
 
@@ -104,7 +111,15 @@ def generate(
         raise ValueError(f"{source} is an encoder alone, which generates nothing")
     if loaded.model.encoder is None:
         click.echo(prompt, nl=False)
-    pieces = stream(loaded.model, loaded.tokenizer, prompt, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling)
+    pieces = stream(
+        loaded.model,
+        loaded.tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        prefill_chunk=prefill_chunk,
+        sampling=sampling,
+    )
     try:
         for piece in pieces:
             click.echo(piece, nl=False)
@@ -119,7 +134,8 @@ def generate(
 @click.option("--batch-size", default=1, show_default=True, help="Sequences in a training batch.")
 @click.option("--yaml", "form", flag_value="yaml", help="Print the spec as YAML, to edit and train.")
 @click.option("--json", "form", flag_value="json", help="Print all figures as JSON.")
-@click.option("--mask", type=click.IntRange(1, 512), help="Draw who sees whom among so many tokens.")
+@click.option("--mask", type=click.IntRange(1), help="Draw who sees whom among so many tokens; the first is marked.")
+@click.option("--blocks", type=click.IntRange(1), help="Draw --mask in tiles of so many tokens: empty, partial, full.")
 @click.option("--png", type=click.Path(path_type=Path), help="Also write the drawing of --mask here.")
 @SET
 def show(model: str, settings: tuple[str, ...], **choices: Any) -> None:
@@ -127,6 +143,24 @@ def show(model: str, settings: tuple[str, ...], **choices: Any) -> None:
     from anyformer.cli.showing import show as show_model
 
     show_model(_spec(model, settings), **choices)
+
+
+@cli.command()
+@click.argument("source")
+@click.argument("text")
+@click.option("--layer", default=0, show_default=True, help="Which layer; -1 is the last.")
+@click.option("--head", type=int, help="Which head.  [default: the mean of all]")
+@click.option("--rows", metavar="0,4,-1|3:8", help="Which tokens' looks to show.  [default: all]")
+@click.option("--png", type=click.Path(path_type=Path), help="Also draw the heat map here.")
+@DTYPE
+def inspect(source: str, text: str, **choices: Any) -> None:
+    """Show which tokens each token of TEXT looks at, in one layer of the model of SOURCE.
+
+    Of an encoder-decoder, the encoder is shown.
+    """
+    from anyformer.cli.inspecting import inspect as inspect_model
+
+    inspect_model(source, text, **choices)
 
 
 @cli.command()

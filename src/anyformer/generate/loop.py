@@ -49,6 +49,7 @@ def generate(
     min_new_tokens: int = 0,
     source: Int[Tensor, "B S"] | None = None,
     source_tokens: Tokens | None = None,
+    prefill_chunk: int | None = None,
     sampling: Sampling | None = None,
     **choices: Any,
 ) -> Generation:
@@ -56,7 +57,8 @@ def generate(
 
     How to choose is a `Sampling`, or its fields: `temperature=0.8, top_p=0.95, seed=1`; left out, greedy
     (temperature 0). A row ends at any of `end_ids`, though not before `min_new_tokens`; an end token inside the prompt
-    does not count. An encoder-decoder also takes `source`. Each row's tokens are those it would get alone.
+    does not count. An encoder-decoder also takes `source`. Each row's tokens are those it would get alone. The prompt
+    is read `prefill_chunk` tokens at a time (None: at once): memory is then bounded by that and the patterns' reach.
     """
     if sampling is not None and choices:
         raise ValueError(f"give `sampling`, or its fields, not both: {', '.join(choices)}")
@@ -70,6 +72,7 @@ def generate(
         min_new_tokens=min_new_tokens,
         source=source,
         source_tokens=source_tokens,
+        prefill_chunk=prefill_chunk,
     )
     rows = len(ids)
     out: list[list[int]] = [[] for _ in range(rows)]
@@ -90,6 +93,7 @@ def stream(
     *,
     max_new_tokens: int = 256,
     stop: Sequence[str] = (),
+    prefill_chunk: int | None = None,
     sampling: Sampling | None = None,
 ) -> Iterator[str]:
     """The text that follows `prompt`, in pieces of whole characters, as they are made.
@@ -108,6 +112,7 @@ def stream(
         max_new_tokens=max_new_tokens,
         end_ids=tokenizer.end_ids,
         source=None if source is None else torch.tensor([source], device=model.device),
+        prefill_chunk=prefill_chunk,
     )
     for step in run:
         if "end" in step.ended.values():
@@ -133,10 +138,13 @@ def steps(
     min_new_tokens: int = 0,
     source: Int[Tensor, "B S"] | None = None,
     source_tokens: Tokens | None = None,
+    prefill_chunk: int | None = None,
 ) -> Iterator[Step]:
-    """Steps until every row has ended. Prefill once, then one token a row and step, through the cache."""
+    """Steps until every row has ended. Prefill, whole or in chunks, then one token a row and step, by the cache."""
     if max_new_tokens < 0:
         raise ValueError(f"`max_new_tokens` must be at least 0, but is {max_new_tokens}")
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise ValueError(f"`prefill_chunk` must be at least 1, but is {prefill_chunk}")
     ids, tokens = left_padded(prompts, model.device)
     if not max_new_tokens or not len(ids):
         return
@@ -146,6 +154,10 @@ def steps(
     with torch.inference_mode():
         memory = _memory(model, source, source_tokens)
         cache = model.new_cache(len(ids), ids.shape[1] + rows.most)
+        chunk = prefill_chunk or ids.shape[1]
+        while ids.shape[1] > chunk:  # what is read before the last chunk needs no logits
+            model(ids[:, :chunk], tokens.cut(0, chunk), memory=memory, cache=cache, last=0)
+            ids, tokens = ids[:, chunk:], tokens.cut(chunk, tokens.length)
     while rows.live.any():
         with torch.inference_mode():
             logits = model(ids, tokens, memory=memory, cache=cache, last=1)[:, -1]

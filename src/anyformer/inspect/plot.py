@@ -10,9 +10,10 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -25,9 +26,10 @@ from torch import Tensor
 
 from anyformer.files import replacing
 
-__all__ = ["plot_loss", "plot_mask", "text_mask"]
+__all__ = ["plot_loss", "plot_mask", "plot_tiles", "text_mask", "text_tiles"]
 
 Mask = Bool[np.ndarray, "_ _"] | Bool[Tensor, "_ _"]
+Tiles = Int[np.ndarray, "_ _"] | Int[Tensor, "_ _"]
 Numbers = NDArray[np.float64]
 
 _TRAIN, _HELD_OUT, _INK, _FAINT = "#1f5fa8", "#d1495b", "#333333", "#8a8f98"
@@ -72,14 +74,20 @@ def plot_mask(path: str | Path, masks: Mapping[str, Mask]) -> None:
 
     ValueError if there is none.
     """
-    if not masks:
-        raise ValueError("masks must hold at least 1 mask to draw, but is empty; give a name and a (T, S) array.")
-    rows = math.ceil(len(masks) / 4)
-    columns = math.ceil(len(masks) / rows)
-    figure = Figure(figsize=(3.4 * columns, 3.8 * rows), dpi=150, layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1))
-    for place, (name, mask) in enumerate(masks.items(), start=1):
-        _draw_mask(figure.add_subplot(rows, columns, place), name, _array(mask))
-    _save(figure, path)
+    arrays = {name: _array(mask) for name, mask in masks.items()}
+    _draw_masks(path, {name: (mask, f"{_share(mask)} seen", "") for name, mask in arrays.items()})
+
+
+def plot_tiles(path: str | Path, tiles: Mapping[str, Tiles]) -> None:
+    """The same of tiles (n, m): EMPTY is light, PARTIAL is darker, FULL is dark (`anyformer.parts.pattern`)."""
+    arrays = {name: _array(tile) for name, tile in tiles.items()}
+    notes = {name: f"{_share(tile == 1)} partial, {_share(tile == 2)} full" for name, tile in arrays.items()}
+    _draw_masks(path, {name: (tile / 2, notes[name], "tile of ") for name, tile in arrays.items()})
+
+
+def text_tiles(tiles: Tiles) -> str:
+    """The tiles (n, m) for a terminal: █ full, ▒ partial and · empty."""
+    return "\n".join("".join("·▒█"[tile] for tile in row) for row in _array(tiles))
 
 
 def text_mask(mask: Mask) -> str:
@@ -172,13 +180,29 @@ def _label_ends(axes: Axes, lines: Sequence[tuple[Numbers, Numbers, str]]) -> No
         )  # fmt: skip
 
 
-def _draw_mask(axes: Axes, name: str, mask: NDArray[np.bool_]) -> None:
+def _share(mask: NDArray[np.bool_]) -> str:
+    return f"{mask.mean():.0%}" if mask.size else "nothing"
+
+
+def _draw_masks(path: str | Path, masks: Mapping[str, tuple[NDArray[Any], str, str]]) -> None:
+    """Each name with its shades from 0 to 1, a note, and what its rows and columns are of."""
+    if not masks:
+        raise ValueError("masks must hold at least 1 mask to draw, but is empty; give a name and a (T, S) array.")
+    rows = math.ceil(len(masks) / 4)
+    columns = math.ceil(len(masks) / rows)
+    figure = Figure(figsize=(3.4 * columns, 3.8 * rows), dpi=150, layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1))
+    for place, (name, (mask, note, of)) in enumerate(masks.items(), start=1):
+        _draw_mask(figure.add_subplot(rows, columns, place), name, mask, note, of)
+    _save(figure, path)
+
+
+def _draw_mask(axes: Axes, name: str, mask: NDArray[Any], note: str, of: str) -> None:
     queries, keys = mask.shape
     _title(axes, name, width=32, pad=20)
-    note = f"{mask.mean():.0%} seen, {queries} × {keys}" if mask.size else f"empty, {queries} × {keys}"
+    note = f"{note}, {queries} × {keys}"
     axes.annotate(note, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", color=_FAINT)
-    axes.set_xlabel("key", color=_INK)
-    axes.set_ylabel("query", color=_INK)
+    axes.set_xlabel(f"{of}keys" if of else "key", color=_INK)
+    axes.set_ylabel(f"{of}queries" if of else "query", color=_INK)
     if mask.size:
         axes.imshow(mask.astype(float), cmap=_SEEN, vmin=0, vmax=1)
         _frame_mask(axes, queries, keys)
@@ -198,7 +222,7 @@ def _frame_mask(axes: Axes, queries: int, keys: int) -> None:
         axes.tick_params(which="minor", length=0)
 
 
-def _array(mask: Mask) -> NDArray[np.bool_]:
+def _array(mask: Mask | Tiles) -> NDArray[Any]:
     return mask.detach().cpu().numpy() if isinstance(mask, Tensor) else mask
 
 

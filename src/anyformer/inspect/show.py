@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import torch
 from rich.text import Text
 from rich.tree import Tree
 
@@ -13,10 +15,11 @@ from anyformer.model import TransformerSpec
 from anyformer.parts.attention import Attention
 from anyformer.parts.embed import Embed
 from anyformer.parts.pattern import Pattern
+from anyformer.parts.per_head import PerHead
 from anyformer.spec import Part, Spec
 from anyformer.tokens import Tokens
 
-__all__ = ["describe", "masks", "tree"]
+__all__ = ["describe", "masks", "tiles", "tree"]
 
 BYTES = 4  # of a number in float32
 OPTIMIZER = 2  # numbers AdamW keeps for each weight
@@ -72,18 +75,41 @@ def tree(spec: TransformerSpec, *, length: int, batch: int) -> Tree:
 
 
 def masks(spec: TransformerSpec, size: int) -> dict[str, Any]:
-    """For each kind of attention layer, who sees whom among `size` tokens: name → (T, S) bool."""
+    """For each kind of attention layer, who sees whom among `size` tokens: name → (T, S) bool; the first is marked."""
+    tokens = _first_marked(size)
+    return {name: pattern.mask(tokens, tokens)[0] for name, pattern in _patterns(spec).items()}
+
+
+def tiles(spec: TransformerSpec, size: int, block: int) -> dict[str, Any]:
+    """The same in tiles of `block` × `block`: name → (n, m), EMPTY, PARTIAL or FULL as the pattern tells kernels."""
+    tokens = _first_marked(size)
+    return {name: pattern.blocks(tokens, tokens, block)[0] for name, pattern in _patterns(spec).items()}
+
+
+def _first_marked(size: int) -> Tokens:
+    return dataclasses.replace(Tokens.arange(1, size), mark=torch.arange(size)[None] == 0)
+
+
+def _patterns(spec: TransformerSpec) -> dict[str, Pattern]:
+    """The pattern of each kind of attention layer, and of each run of heads where they differ."""
     found: dict[tuple[str, str, Pattern], list[int]] = {}
     for stack, blocks in spec.stacks().items():
         for i, block in enumerate(blocks):
             for name, branch in zip(block.names(), block.branches, strict=True):
                 if isinstance(branch.op, Attention):
-                    found.setdefault((stack, name, branch.op.pattern), []).append(i)
-    tokens = Tokens.arange(1, size)
+                    for heads, pattern in _by_head(branch.op):
+                        found.setdefault((stack, name + heads, pattern), []).append(i)
     return {
-        f"{stack}.{_layers(layers, len(spec.stacks()[stack]))}.{name}: {pattern!r}": pattern.mask(tokens, tokens)[0]
+        f"{stack}.{_layers(layers, len(spec.stacks()[stack]))}.{name}: {pattern!r}": pattern
         for (stack, name, pattern), layers in found.items()
     }
+
+
+def _by_head(op: Attention) -> list[tuple[str, Pattern]]:
+    if not isinstance(op.pattern, PerHead):
+        return [("", op.pattern)]
+    runs = op.pattern.runs(op.num_heads)
+    return [(f".{_span(first, end - 1, 'head')}", pattern) for first, end, pattern in runs]
 
 
 def _add_block(stack: Tree, block: Block, where: str, dim: int, length: int, times: int) -> None:
@@ -127,8 +153,8 @@ def _runs(blocks: tuple[Block, ...]) -> list[tuple[int, int]]:
     return [(start, end - 1) for start, end in zip(starts, [*starts[1:], len(blocks)], strict=True)]
 
 
-def _span(first: int, last: int) -> str:
-    return f"layer {first}" if first == last else f"layers {first}-{last}"
+def _span(first: int, last: int, what: str = "layer") -> str:
+    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
 
 
 def _layers(numbers: list[int], of: int) -> str:

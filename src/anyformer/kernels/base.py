@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,7 +16,7 @@ from anyformer.parts.pattern import Pattern
 from anyformer.parts.position import PositionModule
 from anyformer.tokens import Tokens
 
-__all__ = ["Kernel", "Request", "choose", "explain"]
+__all__ = ["Kernel", "Request", "choose", "explain_kernels"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +46,11 @@ class Request:
         """True where query t sees key s."""
         return self.once("mask", self.pattern, lambda: self.pattern.mask(self.q_tokens, self.k_tokens))
 
+    @property
+    def biased(self) -> bool:
+        """Whether the position scheme adds to the scores."""
+        return self.position is not None and getattr(self.position.spec, "acts", None) == "scores"
+
     def bias(self) -> Float[Tensor, "b H T S"] | None:
         """What the position scheme adds to the scores."""
         if self.position is None:
@@ -58,10 +63,16 @@ class Kernel(abc.ABC):
     """A way to compute a request."""
 
     name: str
+    heads_may_differ: ClassVar[bool] = False
+    """Whether it can honour a pattern without one mask for all heads (`PerHead`); a kernel that cannot is not asked."""
 
     @abc.abstractmethod
     def rejects(self, request: Request) -> str | None:
         """Why this kernel cannot honour the request; None if it can. No field may be ignored."""
+
+    def suits(self, request: Request) -> bool:
+        """Whether this kernel is worth it, for a request that it accepts; only asked where nobody forces it."""
+        return True
 
     @abc.abstractmethod
     def __call__(self, request: Request) -> Float[Tensor, "B T H K"]:
@@ -69,21 +80,31 @@ class Kernel(abc.ABC):
 
 
 def choose(request: Request, kernels: Sequence[Kernel], forced: str | Kernel | None = None) -> Kernel:
-    """The first kernel that accepts; a forced one, by name or itself, must accept."""
+    """The first kernel that accepts and suits; a forced one, by name or itself, must accept."""
     if forced is None:
-        return next(kernel for kernel in kernels if kernel.rejects(request) is None)
+        for kernel in kernels:
+            if _reason(kernel, request) is None and kernel.suits(request):
+                return kernel
+        raise ValueError(f"no kernel can do this: {'; '.join(f'{k.name}: {_reason(k, request)}' for k in kernels)}")
     kernel = _named(forced, kernels) if isinstance(forced, str) else forced
-    reason = kernel.rejects(request)
+    reason = _reason(kernel, request)
     if reason is not None:
         raise ValueError(f"kernel {kernel.name!r} was asked for, but {reason}")
     return kernel
 
 
-def explain(request: Request, kernels: Sequence[Kernel]) -> str:
+def explain_kernels(request: Request, kernels: Sequence[Kernel]) -> str:
     """A line for each kernel, in order of preference: taken, possible, or why not."""
     taken = choose(request, kernels)
-    verdicts = {kernel.name: kernel.rejects(request) for kernel in kernels}
+    verdicts = {kernel.name: _reason(kernel, request) for kernel in kernels}
     return "\n".join(f"{n}: {reason or ('taken' if n == taken.name else 'possible')}" for n, reason in verdicts.items())
+
+
+def _reason(kernel: Kernel, request: Request) -> str | None:
+    """Why this kernel cannot honour the request."""
+    if not (request.pattern.heads_alike or kernel.heads_may_differ):
+        return "heads follow different patterns, which only 'by_head' can take apart"
+    return kernel.rejects(request)
 
 
 def _named(name: str, kernels: Sequence[Kernel]) -> Kernel:

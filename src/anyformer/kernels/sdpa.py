@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from anyformer.kernels.base import Kernel, Request
 
-__all__ = ["Sdpa"]
+__all__ = ["Sdpa", "maskless"]
 
 
 class Sdpa(Kernel):
@@ -53,6 +53,11 @@ def _mask(request: Request, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     if bias is not None:
         seen = bias.to(request.q.dtype).masked_fill(~seen, -torch.inf)
     return seen, empty[..., None]
+
+
+def maskless(request: Request) -> bool:
+    """Whether the pattern needs no mask here: all is seen, or what came before."""
+    return _sees_all(request) or _plain_causal(request)
 
 
 def _sees_all(request: Request) -> bool:

@@ -83,7 +83,9 @@ class Attention(Mixer, kind="attention"):
 
     def _kept(self, dim: int, length: int) -> int:
         """Numbers in the cache: keys and values of as many tokens as the pattern reaches back."""
-        return 2 * self.kv_heads * self.width(dim) * min(length, self.pattern.reach() or length)
+        reach = self.pattern.reach()
+        kept = length if reach is None else min(length, reach + self.pattern.first())
+        return 2 * self.kv_heads * self.width(dim) * kept
 
 
 class AttentionModule(OpModule):

@@ -12,8 +12,9 @@ A new pattern is a class with `allows`; masks, fast paths, cached decoding and p
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -76,6 +77,9 @@ Cover = tuple[Tensor, Tensor]
 class Pattern(Part):
     """Base of all patterns. Only `allows` must be written; the other methods let kernels and caches do less work."""
 
+    heads_alike: ClassVar[bool] = True
+    """Whether all heads see the same; `PerHead` is the one pattern where they do not, and `allows` then refuses."""
+
     def allows(self, q: Tokens, k: Tokens) -> Tensor:
         """Elementwise over broadcast `pos` and `mark`: may this query see this key? Segments are not its business."""
         raise NotImplementedError(f"{type(self).__name__} has no `allows`")
@@ -87,6 +91,10 @@ class Pattern(Part):
     def reach(self) -> int | None:
         """How many of the latest positions, the query's own included, can matter to a query; None for all."""
         return None
+
+    def first(self) -> int:
+        """How many of the first positions can matter to every query, besides the latest `reach` ones."""
+        return 0
 
     def frontier(self) -> int | None:
         """A query may see later positions only below this number: 0 for never (causal), None for anywhere."""
@@ -192,12 +200,18 @@ class Prefix(Pattern, kind="prefix"):
     size: NonNegativeInt
 
     def allows(self, q: Tokens, k: Tokens) -> Tensor:
-        return (k.pos < self.size).expand_as(q.pos + k.pos)
+        return (k.pos < self.size) & torch.ones_like(q.pos, dtype=torch.bool)
 
     def covers(self, q: Tiles, k: Tiles) -> Cover:
         return (k.lo < self.size).expand_as(q.lo + k.lo), (k.hi < self.size).expand_as(q.lo + k.lo)
 
     def frontier(self) -> int:
+        return self.size
+
+    def reach(self) -> int:
+        return 0
+
+    def first(self) -> int:
         return self.size
 
 
@@ -207,7 +221,7 @@ class Global(Pattern, kind="global"):
     def allows(self, q: Tokens, k: Tokens) -> Tensor:
         nobody = torch.zeros((), dtype=torch.bool, device=q.pos.device)
         marked = (nobody if q.mark is None else q.mark) | (nobody if k.mark is None else k.mark)
-        return marked.expand_as(q.pos + k.pos)
+        return marked & torch.ones_like(q.pos + k.pos, dtype=torch.bool)
 
     def covers(self, q: Tiles, k: Tiles) -> Cover:
         return q.any_mark | k.any_mark, q.all_mark | k.all_mark
@@ -217,8 +231,7 @@ class _Several(Pattern):
     parts: tuple[Pattern, ...]
 
     def check(self) -> None:
-        if not self.parts:
-            raise SpecError(f"{type(self).__name__} needs at least one pattern")
+        check_alike(self, self.parts)
 
 
 class And(_Several, kind="and"):
@@ -239,13 +252,20 @@ class And(_Several, kind="and"):
         if None in bands:
             return None
         left, right = zip(*(band for band in bands if band), strict=True)
-        return _least(left), _least(right)
+        return tightest(left), tightest(right)
 
     def reach(self) -> int | None:
-        return _least(part.reach() for part in self.parts)
+        return self._tightest().reach()
+
+    def first(self) -> int:
+        return self._tightest().first()
+
+    def _tightest(self) -> Pattern:
+        """The part by which the least must be kept."""
+        return min(self.parts, key=lambda part: math.inf if (reach := part.reach()) is None else reach + part.first())
 
     def frontier(self) -> int | None:
-        return _least(part.frontier() for part in self.parts)
+        return tightest(part.frontier() for part in self.parts)
 
     def __and__(self, other: Pattern) -> Pattern:
         return And((*self.parts, other))
@@ -265,10 +285,13 @@ class Or(_Several, kind="or"):
         return functools.reduce(torch.logical_or, some), functools.reduce(torch.logical_or, every)
 
     def reach(self) -> int | None:
-        return _most(part.reach() for part in self.parts)
+        return loosest(part.reach() for part in self.parts)
+
+    def first(self) -> int:
+        return max(part.first() for part in self.parts)
 
     def frontier(self) -> int | None:
-        return _most(part.frontier() for part in self.parts)
+        return loosest(part.frontier() for part in self.parts)
 
     def __or__(self, other: Pattern) -> Pattern:
         return Or((*self.parts, other))
@@ -279,6 +302,9 @@ class Not(Pattern, kind="not"):
 
     part: Pattern
 
+    def check(self) -> None:
+        check_alike(self, (self.part,))
+
     def allows(self, q: Tokens, k: Tokens) -> Tensor:
         return ~self.part.allows(q, k)
 
@@ -287,13 +313,22 @@ class Not(Pattern, kind="not"):
         return ~every, ~some
 
 
-def _least(bounds: Iterable[int | None]) -> int | None:
+def check_alike(whole: Pattern, parts: tuple[Pattern, ...]) -> None:
+    """Refuse to be made of nothing, or of what has no one mask for all heads."""
+    name = type(whole).__name__
+    if not parts:
+        raise SpecError(f"{name} needs at least one pattern")
+    if not all(part.heads_alike for part in parts):
+        raise SpecError(f"{name} cannot hold a PerHead: combine inside it, as in PerHead((a & b, a & c))")
+
+
+def tightest(bounds: Iterable[int | None]) -> int | None:
     """The tightest bound; None is no bound."""
     known = [bound for bound in bounds if bound is not None]
     return min(known) if known else None
 
 
-def _most(bounds: Iterable[int | None]) -> int | None:
+def loosest(bounds: Iterable[int | None]) -> int | None:
     """The loosest bound; None is no bound."""
     known = list(bounds)
     return None if None in known else max(bound for bound in known if bound is not None)

@@ -1,0 +1,70 @@
+"""Heads that differ: each its own pattern, and its own slice of a position scheme that acts on scores."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from anyformer.parts.pattern import Cover, Pattern, Tiles, check_alike, loosest
+from anyformer.parts.position import PositionModule
+from anyformer.tokens import Tokens
+
+__all__ = ["PerHead", "SomeHeads"]
+
+
+class PerHead(Pattern, kind="per_head"):
+    """Each head its own: of H heads, head h follows `patterns[h * len(patterns) // H]`.
+
+    Longformer dilates the windows of two heads only (Beltagy et al. 2020, section 4.1). There is no one mask for all
+    heads, so `allows` and `covers` refuse; the kernel `by_head` runs another one for each run of heads that are alike.
+    """
+
+    heads_alike: ClassVar[bool] = False
+    patterns: tuple[Pattern, ...]
+
+    def check(self) -> None:
+        check_alike(self, self.patterns)
+
+    def allows(self, q: Tokens, k: Tokens) -> Tensor:
+        raise ValueError(f"{self!r} has no one mask for all heads: ask its `patterns`, or use the kernel 'by_head'")
+
+    def covers(self, q: Tiles, k: Tiles) -> Cover:
+        raise ValueError(f"{self!r} has no one mask for all heads: ask its `patterns`, or use the kernel 'by_head'")
+
+    def reach(self) -> int | None:
+        return loosest(part.reach() for part in self.patterns)
+
+    def first(self) -> int:
+        return max(part.first() for part in self.patterns)
+
+    def frontier(self) -> int | None:
+        return loosest(part.frontier() for part in self.patterns)
+
+    def runs(self, num_heads: int) -> list[tuple[int, int, Pattern]]:
+        """(first head, one past the last, their pattern) of each run of heads that are alike."""
+        many = len(self.patterns)
+        if num_heads % many:
+            raise ValueError(f"{num_heads} heads cannot be shared out evenly to {many} patterns")
+        each = (self.patterns[head * many // num_heads] for head in range(num_heads))
+        sizes = [(pattern, len(list(alike))) for pattern, alike in itertools.groupby(each)]
+        ends = itertools.accumulate(size for _, size in sizes)
+        return [(end - size, end, pattern) for (pattern, size), end in zip(sizes, ends, strict=True)]
+
+
+class SomeHeads(PositionModule):
+    """What `whole` adds to the scores of the heads first .. end - 1."""
+
+    def __init__(self, whole: PositionModule, first: int, end: int) -> None:
+        super().__init__(whole.spec)
+        self.whole, self.first, self.end = whole, first, end
+
+    def at_scores(self, q: Tokens, k: Tokens) -> Float[Tensor, "b H T S"] | None:
+        bias = self.whole.at_scores(q, k)
+        return None if bias is None else bias[:, self.first : self.end]
+
+    def key(self) -> Hashable:
+        return self.whole.key(), self.first, self.end
