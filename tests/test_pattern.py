@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -463,6 +465,35 @@ def test_equal_biases_of_other_heads_are_not_taken_for_one_another() -> None:
     for head, pattern in enumerate((Causal(), Full(), Causal(), Causal())):
         right = Reference()(dataclasses.replace(request, pattern=pattern, memo={}))
         torch.testing.assert_close(out[:, :, head], right[:, :, head])
+
+
+COMPILED = """
+import torch, anyformer as af
+from torch._dynamo.testing import CompileCounter
+
+near, far = af.Causal() & af.Window(5), af.Causal() & (af.RandomBlocks(4, 1) | af.Chunk(4))
+mixer = af.Attention(4, 2, pattern=af.PerHead((near, far)), position=af.RelativeBias(8, 16))
+block = af.Block.pre(mixer, af.DenseFFN(16), norm=af.RMSNorm())
+model = af.TransformerSpec(dim=16, vocab_size=32, decoder=[block, block]).build().eval()
+count, ids = CompileCounter(), torch.randint(32, (2, 40))
+compiled = torch.compile(model, backend=count, fullgraph=True)  # raises at a graph break
+with torch.inference_mode():
+    caches = [model.new_cache(2, 64) for _ in range(2)]
+    for cache in caches:
+        model(ids[:, :5], cache=cache)
+    for t in range(5, 37):
+        a, b = (f(ids[:, t : t + 1], cache=c) for f, c in zip((compiled, model), caches))
+        assert (a - b).abs().max() < 1e-5
+print(count.frame_count)
+"""
+
+
+@pytest.mark.slow
+def test_heads_that_differ_compile_whole() -> None:
+    """In a process of its own, without the checks of signatures, which the compiler would have to trace."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 1 <= int(done.stdout) <= 3
 
 
 # -- no sparse pattern makes NaN --------------------------------------------------------------------------------------

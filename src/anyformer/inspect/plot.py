@@ -198,7 +198,7 @@ def _draw_masks(path: str | Path, masks: Mapping[str, tuple[NDArray[Any], str, s
 
 def _draw_mask(axes: Axes, name: str, mask: NDArray[Any], note: str, of: str) -> None:
     queries, keys = mask.shape
-    _title(axes, name, width=32, pad=20)
+    _title(axes, name, width=28, pad=20)
     note = f"{note}, {queries} × {keys}"
     axes.annotate(note, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", color=_FAINT)
     axes.set_xlabel(f"{of}keys" if of else "key", color=_INK)

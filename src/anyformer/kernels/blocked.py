@@ -98,10 +98,30 @@ def pieces(request: Request) -> list[Piece]:
             if common:
                 queries = slice(begin * SIZE, min((begin + TOGETHER) * SIZE, length))
                 found.append(Piece(rows, queries, _slices(common, size), False))
-            for i, line in enumerate(group, begin):
-                queries = slice(i * SIZE, min((i + 1) * SIZE, length))
+            for first, end, line in _pairs(group, begin):
+                queries = slice(first * SIZE, min(end * SIZE, length))
                 found += [Piece(rows, queries, keys, masked) for keys, masked in _runs(line, size)]
     return found
+
+
+def _pairs(group: list[list[int]], begin: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Two lines as one, where they look at nearly the same keys: (first line, one past the last, tiles)."""
+    for i in range(0, len(group), 2):
+        pair = group[i : i + 2]
+        both = [_either(column) for column in zip(*pair, strict=True)]
+        if _busy(both) <= max(map(_busy, pair)) + 1:
+            yield begin + i, begin + i + len(pair), both
+        else:
+            yield from ((begin + i + j, begin + i + j + 1, line) for j, line in enumerate(pair))
+
+
+def _either(tiles: tuple[int, ...]) -> int:
+    """What a column of tiles is, taken together."""
+    return tiles[0] if len(set(tiles)) == 1 else PARTIAL
+
+
+def _busy(line: list[int]) -> int:
+    return len(line) - line.count(EMPTY)
 
 
 def _common(group: list[list[int]]) -> list[tuple[int, int]]:

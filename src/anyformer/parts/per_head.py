@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable
 from typing import ClassVar
 
@@ -49,10 +48,12 @@ class PerHead(Pattern, kind="per_head"):
         many = len(self.patterns)
         if num_heads % many:
             raise ValueError(f"{num_heads} heads cannot be shared out evenly to {many} patterns")
-        each = (self.patterns[head * many // num_heads] for head in range(num_heads))
-        sizes = [(pattern, len(list(alike))) for pattern, alike in itertools.groupby(each)]
-        ends = itertools.accumulate(size for _, size in sizes)
-        return [(end - size, end, pattern) for (pattern, size), end in zip(sizes, ends, strict=True)]
+        runs: list[tuple[int, int, Pattern]] = []
+        for head in range(num_heads):
+            pattern = self.patterns[head * many // num_heads]
+            begun = runs.pop() if runs and runs[-1][2] == pattern else (head, head, pattern)
+            runs.append((begun[0], head + 1, pattern))
+        return runs
 
 
 class SomeHeads(PositionModule):
