@@ -257,7 +257,7 @@ def million() -> tuple[Lines, None]:
     return [line + f"{least / 1e6:.0f} to {most / 1e6:.0f} MB, {most / resident[1] - 1:+.1%} over the second's"], None
 
 
-CLAIMS = {c.__name__: c for c in (memory, dense, window, growth, longformer, packed, million)}
+CLAIMS = {c.__name__: c for c in (window, dense, growth, longformer, packed, million, memory)}
 
 
 def draw(curves: dict[str, dict[str, dict[int, float]]]) -> None:
