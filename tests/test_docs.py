@@ -92,3 +92,14 @@ def test_tests_that_the_docs_name_exist() -> None:
     for page in PAGES:
         for file, name in re.findall(r"(tests/\w+\.py)::(\w+)", page.read_text(encoding="utf-8")):
             assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{page.name} names {file}::{name}"
+
+
+def test_the_lines_that_a_family_is_said_to_take() -> None:
+    folder = ROOT / "src" / "anyformer" / "families"
+    lines = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in folder.glob("*.py")}
+    table = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    said = {name: int(count) for name, count in re.findall(r"`families/(\w+)\.py` \| (\d+) \|", table)}
+    assert len(said) >= 8
+    assert said == {name: lines[name] for name in said}
+    rules = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert f"Gemma 2 took {lines['gemma2']} lines in one file, Qwen 3 took {lines['qwen3']}" in rules

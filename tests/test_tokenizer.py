@@ -251,7 +251,7 @@ def test_end_of_a_foreign_tokenizer(tmp_path, eos: object) -> None:
     [
         (None, "cannot be read (No such file or directory)"),
         ("{", "is damaged"),
-        ("[]", "holds no tokenizer but a list"),
+        ("[]", "must hold an object, but holds a list"),
         ('{"model": {"type": "Unigram"}, "decoder": null}', "is damaged (Missing vocab"),
         ('{"model": {"type": "BPE", "merges": 3}, "decoder": {"type": "ByteLevel"}}', "is damaged"),
     ],

@@ -1,15 +1,17 @@
-"""Safe file writing: a file is either the old one or the whole new one, never half of it."""
+"""Files: written safely (a file is the old one or the whole new one, never half of it), and read with plain words."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["replacing", "write_text"]
+__all__ = ["gist", "read_json", "replacing", "write_text"]
 
 
 @contextlib.contextmanager
@@ -41,6 +43,25 @@ def write_text(path: str | Path, text: str) -> None:
     """Write `text` as UTF-8 to `path`, safely."""
     with replacing(path, "w") as file:
         file.write(text)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. ValueError if it cannot be read, is damaged, or holds something else."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged, it is not JSON: {gist(error)}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must hold an object, but holds a {type(data).__name__}")
+    return data
+
+
+def gist(error: Exception) -> str:
+    """The first sentence of what another library said."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip() or type(error).__name__
+    return re.split(r"\.?\s*\n|\.\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(". ")
 
 
 def _umask() -> int:

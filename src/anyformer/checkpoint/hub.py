@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from anyformer.checkpoint.tensors import Stored, cast, gist, open_folder, read_json
+from anyformer.checkpoint.tensors import Stored, cast, open_folder
 from anyformer.families import FAMILIES, Family, family_for, family_of
 from anyformer.families.rules import Constant, Link, Name, Rule, Skip, Tie, links, matching
-from anyformer.files import replacing
+from anyformer.files import gist, read_json, replacing
 from anyformer.model import Transformer, TransformerSpec
 
 __all__ = ["assemble", "hub_tensors", "load_hub", "read_hub_spec", "save_hub"]

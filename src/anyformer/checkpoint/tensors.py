@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["Stored", "cast", "gist", "open_folder", "open_safetensors", "read_json"]
+from anyformer.files import gist, read_json
+
+__all__ = ["Stored", "cast", "open_folder", "open_safetensors"]
 
 # fmt: off
 DTYPES = {
@@ -142,22 +142,3 @@ def _open_shards(folder: Path, name: str, opened: Callable[[Path], dict[str, Sto
     if unlisted:
         raise ValueError(f"{folder / name} does not list {', '.join(unlisted[:5])}, which its files hold")
     return {tensor: files[shard][tensor] for tensor, shard in index.items()}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {gist(error)}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} must hold an object, but holds a {type(data).__name__}")
-    return data
-
-
-def gist(error: Exception) -> str:
-    """The first sentence of what another library said."""
-    text = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip() or type(error).__name__
-    return re.split(r"\.?\s*\n|\.\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(". ")

@@ -17,21 +17,10 @@ from anyformer.parts.pattern import Causal, Window
 
 __all__ = ["FAMILY"]
 
-NAMES = """
-    model.embed_tokens                              tokens
-    model.layers.*.input_layernorm                  decoder.layers.*.mixer.pre
-    model.layers.*.self_attn.q_proj                 decoder.layers.*.mixer.op.q
-    model.layers.*.self_attn.k_proj                 decoder.layers.*.mixer.op.k
-    model.layers.*.self_attn.v_proj                 decoder.layers.*.mixer.op.v
-    model.layers.*.self_attn.o_proj                 decoder.layers.*.mixer.op.out
+NORMS = """
     model.layers.*.post_attention_layernorm         decoder.layers.*.mixer.post
     model.layers.*.pre_feedforward_layernorm        decoder.layers.*.ffn.pre
     model.layers.*.post_feedforward_layernorm       decoder.layers.*.ffn.post
-    model.layers.*.mlp.gate_proj                    decoder.layers.*.ffn.op.gate
-    model.layers.*.mlp.up_proj                      decoder.layers.*.ffn.op.up
-    model.layers.*.mlp.down_proj                    decoder.layers.*.ffn.op.down
-    model.norm                                      decoder.norm
-    lm_head                                         head
 """
 
 DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
@@ -81,7 +70,11 @@ def config(spec: Any) -> dict[str, Any]:
 
 def rules(spec: TransformerSpec) -> list[Rule]:
     tie: list[Rule] = [Tie("lm_head.weight", "model.embed_tokens.weight")] if spec.tied else []
-    return [*names(NAMES), *tie, Skip("model.layers.*.self_attn.rotary_emb.inv_freq")]
+    return [
+        *names(llama.ATTENTION + llama.FEED_FORWARD + NORMS),
+        *tie,
+        Skip("model.layers.*.self_attn.rotary_emb.inv_freq"),
+    ]
 
 
 FAMILY = Family(("gemma2",), spec, config, rules, prefix="model.", defaults=DEFAULTS)

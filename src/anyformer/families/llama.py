@@ -29,9 +29,12 @@ ATTENTION = """
     model.layers.*.self_attn.k_proj                 decoder.layers.*.mixer.op.k
     model.layers.*.self_attn.v_proj                 decoder.layers.*.mixer.op.v
     model.layers.*.self_attn.o_proj                 decoder.layers.*.mixer.op.out
-    model.layers.*.post_attention_layernorm         decoder.layers.*.ffn.pre
     model.norm                                      decoder.norm
     lm_head                                         head
+"""
+
+SECOND_NORM = """
+    model.layers.*.post_attention_layernorm         decoder.layers.*.ffn.pre
 """
 
 FEED_FORWARD = """
@@ -118,7 +121,7 @@ def write_window(pattern: Pattern) -> dict[str, Any]:
 
 def rules(spec: TransformerSpec) -> list[Rule]:
     tie: list[Rule] = [Tie("lm_head.weight", "model.embed_tokens.weight")] if spec.tied else []
-    return [*names(ATTENTION + FEED_FORWARD), *tie, Skip("model.layers.*.self_attn.rotary_emb.inv_freq")]
+    return [*names(ATTENTION + SECOND_NORM + FEED_FORWARD), *tie, Skip("model.layers.*.self_attn.rotary_emb.inv_freq")]
 
 
 FAMILY = Family(("llama",), spec, config, rules, prefix="model.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from anyformer.families.family import Config, Family
-from anyformer.families.llama import ATTENTION, decoder, mixer, shape, window, write_ffn, write_window
+from anyformer.families.llama import ATTENTION, SECOND_NORM, decoder, mixer, shape, window, write_ffn, write_window
 from anyformer.families.rules import Rule, Tie, names
 from anyformer.model import TransformerSpec
 from anyformer.parts.ffn import GatedFFN
@@ -45,7 +45,7 @@ def config(spec: Any) -> dict[str, Any]:
 
 def rules(spec: TransformerSpec) -> list[Rule]:
     tie: list[Rule] = [Tie("lm_head.weight", "model.embed_tokens.weight")] if spec.tied else []
-    return [*names(ATTENTION + EXPERTS), *tie]
+    return [*names(ATTENTION + SECOND_NORM + EXPERTS), *tie]
 
 
 FAMILY = Family(("mixtral",), spec, config, rules, prefix="model.", defaults=DEFAULTS)

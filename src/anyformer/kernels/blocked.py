@@ -251,11 +251,10 @@ class _Masks:
 
     def _made(self, piece: Piece) -> Mask:
         seen = self.request.pattern.mask(*self._tokens(piece))[:, None]
-        bias = self._bias(piece)
-        start = torch.zeros((), dtype=self.request.q.dtype, device=seen.device) if bias is None else bias.detach()
-        hidden = start.to(self.request.q.dtype).expand_as(seen) if bias is None else start.to(self.request.q.dtype)
+        bias, dtype = self._bias(piece), self.request.q.dtype
+        added = torch.zeros_like(seen, dtype=dtype) if bias is None else bias.detach().to(dtype)
         empty = ~seen.any(-1)
-        return Mask(hidden.masked_fill(~seen, -torch.inf), empty if bool(empty.any()) else None)
+        return Mask(added.masked_fill(~seen, -torch.inf), empty if bool(empty.any()) else None)
 
     def learn(self, piece: Piece, scores: Tensor, learned: tuple[Tensor, ...], grads: list[Tensor]) -> None:
         """Hand the gradient of the scores (B, H, t, s) to the parameters of the position scheme."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anyformer.files import write_text
+from anyformer.files import read_json, write_text
 from anyformer.text.base import Tokenizer
 
 __all__ = [
@@ -16,29 +16,11 @@ __all__ = [
     "end_ids_of",
     "listed_tokens",
     "named_roles",
-    "read_json",
     "read_optional",
     "write_config",
 ]
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token", "cls_token", "sep_token")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: the file cannot be read, is damaged, or holds something else.
-    """
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}); save a tokenizer there first.") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is damaged ({error}); save the tokenizer again.") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{str(path)!r} holds no tokenizer but a {type(data).__name__}; save the tokenizer again.")
-    return data
 
 
 def read_optional(folder: Path, name: str) -> dict[str, Any]:

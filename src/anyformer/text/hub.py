@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
+from anyformer.files import read_json
 from anyformer.text import build
 from anyformer.text.backend import BackendTokenizer, added_tokens
 from anyformer.text.base import ByteTokenizer, Tokenizer
@@ -19,7 +20,6 @@ from anyformer.text.config import (
     end_ids_of,
     listed_tokens,
     named_roles,
-    read_json,
     read_optional,
 )
 from anyformer.text.pieces import SentencePieceTokenizer
