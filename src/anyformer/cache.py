@@ -8,21 +8,27 @@ Memory is laid out once and written in place. A layer whose pattern reaches back
 others keep `max_len`. `append` gives back the keys *and their tokens*: as masks speak of positions, the order of
 slots is free, and rings, left padding and ragged batches need no special mask. Where tokens sit is kept once for all
 layers of one size, not once a layer. A layer that sums up what it has read keeps a `State`, whose size is fixed.
+
+A search takes rows anew (`take`, `repeat`); a guess that failed is dropped (`drop`, or `point` and `back`); rows that
+come and go, each at its own length, live in `Rows`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from anyformer.parts.pattern import Pattern
+from anyformer.slots import Documents, Line, Places, Ring, Sinks, Slots
 from anyformer.spec import SpecError
 from anyformer.tokens import Tokens
 
-__all__ = ["Cache"]
+__all__ = ["Cache", "Rows"]
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -30,10 +36,11 @@ KeysValues = tuple[Tensor, Tensor]
 class Cache:
     """Everything that decoding keeps. Made by `model.new_cache`; `stores[layer][branch]` belong to the parts."""
 
-    def __init__(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device, *, slack: int = 0) -> None:
+        """`slack`: rings keep so many tokens more than their pattern reaches, so that as many can be dropped."""
         if max_len < 1:
             raise ValueError(f"`max_len` must be at least 1, but is {max_len}")
-        self.batch, self.max_len, self.dtype, self.device = batch, max_len, dtype, device
+        self.batch, self.max_len, self.dtype, self.device, self.slack = batch, max_len, dtype, device, slack
         self.used = 0
         self.stores: list[list[Store | Memory | State | None]] = []
         self._slots: dict[tuple[int, int], Slots] = {}
@@ -49,9 +56,9 @@ class Cache:
             )
         self._frontier = max(self._frontier, frontier)
         reach, first = pattern.reach(), pattern.first()
-        if reach is None or max(reach, 1) + first >= self.max_len:
+        reach = None if reach is None else max(reach, 1) + self.slack
+        if reach is None or reach + first >= self.max_len:
             reach, first = self.max_len, 0
-        reach = max(reach, 1)
         if (reach, first) not in self._slots:
             self._slots[reach, first] = self._new_slots(reach, first)
         slots = self._slots[reach, first]
@@ -100,11 +107,119 @@ class Cache:
         first = tokens.real & (tokens.real.cumsum(1) == 1)
         return bool((first & (tokens.pos > 0) & (tokens.pos < self._frontier)).any())
 
+    def drop(self, count: int) -> None:
+        """Forget the last `count` tokens of each row, as if they had never been read.
+
+        Raises ValueError if a layer sums up what it reads (see `back`), or if a ring has no room for so many (`slack`).
+        """
+        if count and self._documents is not None:
+            raise ValueError("a layer sums up what it reads, so no token can be dropped: go back to a `point`")
+        self._drop(count)
+
+    def _drop(self, count: int) -> None:
+        if not 0 <= count <= self.used:
+            raise ValueError(f"the cache holds {self.used} tokens, so {count} cannot be dropped")
+        if count > self.slack and any(slots.size < self.used for slots in self._slots.values()):
+            raise ValueError(f"rings keep {self.slack} tokens more than they show, so {count} cannot be dropped")
+        self.used -= count
+        for slots in self._slots.values():
+            slots.drop(count, self.used)
+
+    def point(self) -> Point:
+        """Where the cache is now, for `back`: the count of tokens, and the states, which are small."""
+        documents = self._documents
+        known = None if documents is None else (documents.before, documents.after, documents.plain)
+        return Point(self.used, [state.value.clone() for state in self._states()], known)
+
+    def back(self, point: Point) -> None:
+        """Forget what was read after `point`. Of rings, at most `slack` tokens."""
+        self._drop(self.used - point.used)
+        for state, value in zip(self._states(), point.states, strict=True):
+            state.value.copy_(value)
+        if self._documents is not None and point.documents is not None:
+            self._documents.before, self._documents.after, self._documents.plain = point.documents
+
+    @property
+    def drops(self) -> bool:
+        """Whether single tokens can be dropped: no layer sums up what it reads."""
+        return self._documents is None
+
+    def take(self, rows: Int[Tensor, "B"]) -> None:
+        """Row i goes on as row rows[i] was; only rows that change are moved."""
+        moved = (rows != torch.arange(self.batch, device=self.device)).nonzero()[:, 0]
+        if not len(moved):
+            return
+        for part in (*self._slots.values(), *([self._documents] if self._documents else [])):
+            part.take(rows)
+        for store in self._all():
+            for buffer in store.buffers():
+                shown = buffer[:, : self.used] if isinstance(store, Store) and type(store.slots) is Line else buffer
+                shown[moved] = shown[rows[moved]]
+
+    def repeat(self, count: int) -> Cache:
+        """A copy in which each row stands `count` times, one after another."""
+        rows = torch.arange(self.batch, device=self.device).repeat_interleave(count)
+        other = copy.copy(self)
+        other.batch = len(rows)
+        other._slots = {key: copy.copy(slots) for key, slots in self._slots.items()}
+        other._documents = copy.copy(self._documents)
+        for part in (*other._slots.values(), *([other._documents] if other._documents else [])):
+            part.take(rows)
+        anew = {id(old): new for old, new in zip(self._slots.values(), other._slots.values(), strict=True)}
+        other.stores = [
+            [None if store is None else store.taken(rows, anew, other._documents) for store in layer]
+            for layer in self.stores
+        ]
+        return other
+
+    def copy(self) -> Cache:
+        """The same rows once more, for texts that begin alike."""
+        return self.repeat(1)
+
+    def _all(self) -> list[Store | Memory | State]:
+        return [store for layer in self.stores for store in layer if store is not None]
+
+    def _states(self) -> list[State]:
+        return [store for store in self._all() if isinstance(store, State)]
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and states (the tokens' own record is small and not counted)."""
-        stores = [store for layer in self.stores for store in layer if store is not None]
-        return sum(store.nbytes for store in stores)
+        return sum(store.nbytes for store in self._all())
+
+
+class Rows(Cache):
+    """A cache whose rows come and go, each at its own length. A row is read into a cache of its own, then `put` here.
+
+    `Rows(...)` for one row and for many keep a position in equal slots; `max_len` bounds each row's positions.
+    """
+
+    def _new_slots(self, reach: int, first: int) -> Slots:
+        return Places(self.batch, reach, self.device) if reach == self.max_len else super()._new_slots(reach, first)
+
+    def _check(self, tokens: Tokens) -> None:
+        if tokens.end > self.max_len:
+            raise ValueError(
+                f"a row has {self.max_len} positions, but {tokens.end} are asked for: give a larger max_len"
+            )
+
+    def put(self, row: int, other: Rows) -> None:
+        """Row `row` goes on as the one row of `other`; what it held is forgotten."""
+        for slots, its in zip(self._slots.values(), other._slots.values(), strict=True):
+            slots.put(row, its)
+        if self._documents is not None and other._documents is not None:
+            self._documents.put(row, other._documents)
+        for store, its in zip(self._all(), other._all(), strict=True):
+            for buffer, its_buffer in zip(store.buffers(), its.buffers(), strict=True):
+                buffer[row] = its_buffer[0]
+
+
+class Point(NamedTuple):
+    """A place in a text that a cache can go back to."""
+
+    used: int
+    states: list[Tensor]
+    documents: tuple[Tensor, Tensor, bool] | None
 
 
 class Store:
@@ -123,6 +238,15 @@ class Store:
             raise ValueError("a cache keeps no gradients: call the model under torch.inference_mode()")
         return self.slots.write(self.k, k), self.slots.write(self.v, v), self.slots.keys
 
+    def buffers(self) -> tuple[Tensor, ...]:
+        return self.k, self.v
+
+    def taken(self, rows: Int[Tensor, "N"], slots: dict[int, Slots], documents: Documents | None) -> Store:
+        """A store of its own for these rows."""
+        other = copy.copy(self)
+        other.slots, other.k, other.v = slots[id(self.slots)], self.k[rows], self.v[rows]
+        return other
+
     @property
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
@@ -137,10 +261,21 @@ class Memory:
 
     def fill(self, source: Tensor, project: Callable[[Tensor], KeysValues]) -> KeysValues:
         if self.kept is None:
-            self.source, self.kept = source, project(source)
+            self.kept = project(source)
+        if self.source is None:
+            self.source = source
         if source is not self.source:
             raise ValueError("this cache was filled from another encoder output: make a new cache for a new source")
         return self.kept
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        return self.kept or ()
+
+    def taken(self, rows: Int[Tensor, "N"], slots: dict[int, Slots], documents: Documents | None) -> Memory:
+        """A store of its own for these rows; the source that it is told next must be these rows of this one's."""
+        other = Memory()
+        other.kept = None if self.kept is None else (self.kept[0][rows], self.kept[1][rows])
+        return other
 
     @property
     def nbytes(self) -> int:
@@ -163,148 +298,16 @@ class State:
             raise ValueError("a cache keeps no gradients: call the model under torch.inference_mode()")
         self.value.copy_(value)
 
+    def buffers(self) -> tuple[Tensor, ...]:
+        return (self.value,)
+
+    def taken(self, rows: Int[Tensor, "N"], slots: dict[int, Slots], documents: Documents | None) -> State:
+        """A store of its own for these rows."""
+        other = copy.copy(self)
+        assert documents is not None
+        other.documents, other.value = documents, self.value[rows]
+        return other
+
     @property
     def nbytes(self) -> int:
         return self.value.nbytes
-
-
-class Documents:
-    """Which document each row is in, `before` this piece and `after` it: (B,), -1 for none yet. For all states at once.
-
-    `plain` as long as all pieces are plain text. A document is one run of tokens: padding may lie in it, no other one.
-    """
-
-    def __init__(self, batch: int, device: torch.device) -> None:
-        self.before = self.after = torch.full((batch,), -1, device=device)
-        self.plain = True
-
-    def advance(self, tokens: Tokens) -> None:
-        self.plain = self.plain and tokens.start is not None
-        self.before = self.after
-        if tokens.length:
-            order = torch.arange(tokens.length, device=tokens.seg.device)
-            last = torch.where(tokens.real, order, -1).amax(1, keepdim=True)
-            seg = tokens.seg.gather(1, last.clamp(min=0))
-            self.after = torch.where(last >= 0, seg, self.before[:, None])[:, 0]
-
-
-class Slots:
-    """Which token sits in which slot, for all layers of one size. `keys` is where the visible keys sit."""
-
-    def __init__(self, batch: int, size: int, device: torch.device) -> None:
-        self.size, self.device = size, device
-        self.keys = Tokens.arange(batch, 0, device=device)
-        self.pos = torch.zeros(batch, size, dtype=torch.long, device=device)
-        self.seg = torch.full_like(self.pos, -1)
-        self.mark: Tensor | None = None
-        self.plain = True
-        self.write: Callable[[Tensor, Tensor], Tensor] = lambda buffer, new: new
-
-    def advance(self, tokens: Tokens, used: int) -> None:
-        """Choose slots for `tokens`, and set `keys` and `write` for this piece."""
-        if tokens.mark is not None and self.mark is None:
-            self.mark = torch.zeros_like(self.seg, dtype=torch.bool)
-        self.plain = self.plain and tokens.start == used and tokens.ordered and tokens.mark is None
-        self._place(tokens, used)
-
-    def _place(self, tokens: Tokens, used: int) -> None:
-        raise NotImplementedError
-
-    def _record(self, write: Callable[[Tensor, Tensor], Tensor], tokens: Tokens) -> Tokens:
-        """Write the tokens' own record with the same `write` as keys and values; give back what it shows."""
-        mark = None
-        if self.mark is not None:
-            mark = write(self.mark, torch.zeros_like(tokens.real) if tokens.mark is None else tokens.mark)
-        return Tokens(write(self.pos, tokens.pos), write(self.seg, tokens.seg), mark)
-
-
-class Line(Slots):
-    """As many slots as tokens: each piece goes behind the last."""
-
-    def _place(self, tokens: Tokens, used: int) -> None:
-        end = used + tokens.length
-
-        def write(buffer: Tensor, new: Tensor) -> Tensor:
-            buffer[:, used:end] = new
-            return buffer[:, :end]
-
-        seen = self._record(write, tokens)
-        self.keys = Tokens(seen.pos, seen.seg, start=0) if self.plain else seen
-        self.write = write
-
-
-class Ring(Slots):
-    """As many slots as the pattern reaches back: position p goes to slot p mod size, over what is out of reach."""
-
-    def _place(self, tokens: Tokens, used: int) -> None:
-        if tokens.length == 1:
-            self.write = self._one(tokens)
-            seen = self._record(self.write, tokens)
-            filled = min(used + 1, self.size)
-            self.keys = self._plain(seen, used + 1 - filled) if self.plain else seen
-        else:
-            self.write = self._several(tokens, min(used, self.size) if self.plain else self.size)
-            seen = self._record(self.write, tokens)
-            self.keys = self._plain(seen, max(used - self.size, 0)) if self.plain else seen
-
-    def _plain(self, seen: Tokens, start: int) -> Tokens:
-        return Tokens(seen.pos, seen.seg, start=start, ordered=start == 0)
-
-    def _one(self, tokens: Tokens) -> Callable[[Tensor, Tensor], Tensor]:
-        """One token a row: it may write first, for what it overwrites is out of its own reach. Padding is not kept."""
-        if self.plain:
-            assert tokens.start is not None
-            slot, filled = tokens.start % self.size, min(tokens.start + 1, self.size)
-
-            def write_plain(buffer: Tensor, new: Tensor) -> Tensor:
-                buffer[:, slot : slot + 1] = new
-                return buffer[:, :filled]
-
-            return write_plain
-        rows = torch.arange(tokens.batch, device=self.device)[:, None]
-        slots, real = self._slot(tokens.pos), tokens.real
-
-        def write(buffer: Tensor, new: Tensor) -> Tensor:
-            buffer[rows, slots] = torch.where(_like(real, new), new, buffer[rows, slots])
-            return buffer
-
-        return write
-
-    def _several(self, tokens: Tokens, filled: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """Several tokens: they see what was kept and one another; then the last ones of each row are kept."""
-        source = self._sources(tokens)
-
-        def write(buffer: Tensor, new: Tensor) -> Tensor:
-            seen = torch.cat((buffer[:, :filled], new), 1) if filled else new
-            index = _like(source.clamp(min=0), new).expand(-1, -1, *new.shape[2:])
-            buffer.copy_(torch.where(_like(source >= 0, new), new.gather(1, index), buffer) if new.shape[1] else buffer)
-            return seen
-
-        return write
-
-    def _sources(self, tokens: Tokens) -> Int[Tensor, "B size"]:
-        """For each slot, the last token of this piece that belongs there; -1 for none."""
-        order = torch.arange(tokens.length, device=self.device).expand_as(tokens.pos)
-        order = order.masked_fill(~tokens.real, -1)
-        none = torch.full_like(self.seg, -1)
-        return none.scatter_reduce(1, self._slot(tokens.pos), order, "amax")
-
-    def _slot(self, pos: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-        return pos % self.size
-
-
-class Sinks(Ring):
-    """A ring, and beside it the `first` positions of the document, which are kept for good (Xiao et al. 2024)."""
-
-    def __init__(self, batch: int, reach: int, first: int, device: torch.device) -> None:
-        super().__init__(batch, first + reach, device)
-        self.first, self.reach = first, reach
-        self.plain = False  # what is kept is not one run of positions
-
-    def _slot(self, pos: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-        return torch.where(pos < self.first, pos, self.first + (pos - self.first) % self.reach)
-
-
-def _like(mask: Tensor, x: Tensor) -> Tensor:
-    """(B, T) as (B, T, 1, ...), to go with x."""
-    return mask.view(*mask.shape, *[1] * (x.dim() - 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from anyformer.block import Block, Stack
-from anyformer.cache import Cache
+from anyformer.cache import Cache, Rows
 from anyformer.context import Context
 from anyformer.cost import Cost
 from anyformer.init import fan_in_init
@@ -25,6 +25,8 @@ from anyformer.spec import Spec, SpecError
 from anyformer.tokens import Tokens
 
 __all__ = ["States", "Transformer", "TransformerSpec"]
+
+CacheKind = TypeVar("CacheKind", Cache, Rows)
 
 
 class TransformerSpec(Spec):
@@ -137,6 +139,10 @@ class States(NamedTuple):
     x: Tensor
     tokens: Tokens
     aux: Tensor | None = None
+
+    def take(self, rows: Int[Tensor, "N"]) -> States:
+        """These rows, in this order."""
+        return States(self.x[rows], self.tokens.take(rows))
 
 
 class Transformer(nn.Module):
@@ -262,11 +268,20 @@ class Transformer(nn.Module):
         x, aux = self.decoder(x, ctx, cache.stores if cache else None)
         return States(x, tokens, aux if memory is None else _both(aux, memory.aux))
 
-    def new_cache(self, batch: int, max_len: int) -> Cache:
-        """An empty cache for `batch` rows of up to `max_len` tokens, padding included. Windowed layers keep less."""
+    def new_cache(self, batch: int, max_len: int, *, slack: int = 0) -> Cache:
+        """An empty cache for `batch` rows of up to `max_len` tokens, padding included. Windowed layers keep less.
+
+        The last `slack` tokens can be dropped again, whatever the patterns.
+        """
+        return self._filled(Cache(batch, max_len, self.dtype, self.device, slack=slack))
+
+    def new_rows(self, batch: int, max_len: int) -> Rows:
+        """An empty cache for rows that come and go, each of up to `max_len` tokens."""
+        return self._filled(Rows(batch, max_len, self.dtype, self.device))
+
+    def _filled(self, cache: CacheKind) -> CacheKind:
         if self.decoder is None:
             raise ValueError("only a decoder generates: this model has none, so it needs no cache")
-        cache = Cache(batch, max_len, self.dtype, self.device)
         cache.stores = self.decoder.new_stores(cache)
         return cache
 

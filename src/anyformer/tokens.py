@@ -92,6 +92,11 @@ class Tokens:
         alike = self.start is not None and self.mark is None and self.batch > 1
         return dataclasses.replace(self, pos=self.pos[:1], seg=self.seg[:1]) if alike else self
 
+    def take(self, rows: Int[Tensor, "N"]) -> Tokens:
+        """These rows, in this order."""
+        mark = None if self.mark is None else self.mark[rows]
+        return dataclasses.replace(self, pos=self.pos[rows], seg=self.seg[rows], mark=mark)
+
     def cut(self, begin: int, end: int) -> Tokens:
         """The tokens of the columns from `begin` up to `end`."""
         if self.start is not None and self.ordered:
