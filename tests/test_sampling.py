@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anyformer.generate import rules as pure
 from anyformer.generate import sampling
 from anyformer.generate.sampling import Sampler, Sampling, penalize, probabilities
 
@@ -65,6 +67,10 @@ def test_fault_57_rows_of_temperature_zero_and_one() -> None:
 def test_fault_57_top_p_zero() -> None:
     assert kept(LOGITS, top_p=0.0) == [1]
     assert kept(torch.zeros(1, 4), top_p=0.0) == [0]
+
+
+def test_top_p_that_is_reached_exactly_needs_no_more() -> None:
+    assert kept(torch.zeros(1, 2, dtype=torch.float64), top_p=0.5) == [0]
 
 
 def test_fault_57_top_p_one_leaves_every_bit() -> None:
@@ -152,7 +158,19 @@ def test_row_without_a_finite_best_is_an_error(bad: list[float], shown: str) -> 
         {"repetition_penalty": 0.0},
         {"repetition_penalty": -2.0},
         {"repetition_penalty": math.nan},
+        {"typical_p": 1.5},
+        {"typical_p": -0.1},
+        {"typical_p": math.nan},
+        {"frequency_penalty": math.inf},
+        {"frequency_penalty": math.nan},
+        {"presence_penalty": NEVER},
+        {"logit_bias": {0: math.inf}},
+        {"logit_bias": {0: math.nan}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": ((2, 1.0), (2, 0.5))},
         {"seed": -1},
+        {"seed": ()},
+        {"seed": (0, -1)},
     ],
 )
 def test_fault_57_invalid_values_are_named(field: dict[str, Any]) -> None:
@@ -160,7 +178,20 @@ def test_fault_57_invalid_values_are_named(field: dict[str, Any]) -> None:
         Sampling(**field)
 
 
-@pytest.mark.parametrize("field", [{"temperature": "hot"}, {"temperature": [1.0]}, {"top_k": 1.5}, {"seed": 0.5}])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"temperature": "hot"},
+        {"temperature": [1.0]},
+        {"top_k": 1.5},
+        {"presence_penalty": "much"},
+        {"logit_bias": {"1": 1.0}},
+        {"logit_bias": {1: "much"}},
+        {"logit_bias": (1, 2)},
+        {"seed": 0.5},
+        {"seed": (1, None)},
+    ],
+)
 def test_wrong_types_are_named(field: dict[str, Any]) -> None:
     # TypeError: when shapes and types are checked at run time, the checker speaks first.
     with pytest.raises((ValueError, TypeError), match=next(iter(field))):
@@ -204,7 +235,7 @@ def test_first_draws_of_many_rows_are_independent() -> None:
 def test_draw_inverts_half_open_intervals() -> None:
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5]])
     for uniform, token in [(0.0, 1), (0.49, 1), (0.5, 3), (1 - 2**-53, 3)]:
-        assert int(sampling._draw(probs, torch.tensor([[uniform]], dtype=torch.float64))) == token
+        assert int(pure.draw(probs, torch.tensor([[uniform]], dtype=torch.float64))) == token
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:
@@ -221,6 +252,7 @@ def test_draws_outlast_one_block_and_do_not_repeat() -> None:
 def test_seed_repeats_and_none_does_not() -> None:
     logits = torch.zeros(2, 1000)
     assert torch.equal(drawn(logits, 20, seed=7), drawn(logits, 20, seed=7))
+    assert torch.equal(drawn(logits, 20, seed=0), drawn(logits, 20, seed=0))
     assert not torch.equal(drawn(logits, 20, seed=7), drawn(logits, 20, seed=8))
     assert not torch.equal(drawn(logits, 20), drawn(logits, 20))
     first = Sampler(Sampling(), batch=2, vocab_size=1000)
@@ -260,6 +292,7 @@ def test_greedy_is_only_an_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(Sampling(temperature=0.0), batch=1, vocab_size=4)
     assert sampler(LOGITS).tolist() == [1]
     assert sampler.seen is None
+    assert sampler.counts is None
     with pytest.raises(AssertionError, match="greedy must not"):
         Sampler(Sampling(), batch=1, vocab_size=4)(LOGITS)
 
@@ -326,29 +359,38 @@ def test_top_p_over_a_large_vocabulary_equals_a_full_sort(spread: float) -> None
     assert torch.equal(probabilities(logits, Sampling(top_p=0.8)) > 0, stays)
 
 
-@pytest.mark.parametrize("rule", ["top_k", "top_p", "min_p"])
+WARPERS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "top_k": ("TopKLogitsWarper", (1, 7, 299, 300)),
+    "top_p": ("TopPLogitsWarper", (0.05, 0.5, 0.95)),
+    "min_p": ("MinPLogitsWarper", (0.01, 0.2, 0.9)),
+    "typical_p": ("TypicalLogitsWarper", (0.01, 0.2, 0.5, 0.95)),
+}
+
+
+@pytest.mark.parametrize("rule", WARPERS)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_agrees_with_transformers(rule: str, temperature: float) -> None:
-    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    import transformers
 
-    theirs = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}[rule]
+    name, values = WARPERS[rule]
     logits = torch.randn(16, 300, generator=torch.Generator().manual_seed(2)) * 3
-    for value in {"top_k": (1, 7, 299, 300), "top_p": (0.05, 0.5, 0.95), "min_p": (0.01, 0.2, 0.9)}[rule]:
-        warmed = TemperatureLogitsWarper(temperature)(None, logits)
-        wanted = theirs(value)(None, warmed).softmax(-1)
+    for value in values:
+        warmed = transformers.TemperatureLogitsWarper(temperature)(None, logits)
+        wanted = getattr(transformers, name)(value)(None, warmed).softmax(-1)
         ours = probabilities(logits, Sampling(temperature=temperature, **{rule: value}))
         assert torch.equal(ours > 0, wanted > 0)
         torch.testing.assert_close(ours, wanted)
 
 
 def test_order_agrees_with_transformers() -> None:
-    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
     logits = torch.randn(16, 300, generator=torch.Generator().manual_seed(3)) * 2
     scores = logits
-    for warper in (TopKLogitsWarper(20), TopPLogitsWarper(0.8), MinPLogitsWarper(0.2)):
-        scores = warper(None, scores)
-    ours = probabilities(logits, Sampling(top_k=20, top_p=0.8, min_p=0.2))
+    for warper in (TopKLogitsWarper(20), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1), TypicalLogitsWarper(0.7)):
+        before, scores = scores, warper(None, scores)
+        assert not torch.equal(before, scores)
+    ours = probabilities(logits, Sampling(top_k=20, top_p=0.8, min_p=0.1, typical_p=0.7))
     torch.testing.assert_close(ours, scores.softmax(-1))
 
 
@@ -363,3 +405,237 @@ def test_fault_59_agrees_with_transformers(penalty: float) -> None:
     torch.testing.assert_close(
         penalize(logits, seen, penalty), RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
     )
+
+
+def surprises(probs: list[float], mass: float) -> list[int]:
+    """Ids that typical sampling keeps, from the definition, one token at a time."""
+    entropy = -sum(p * math.log(p) for p in probs if p)
+    away = {i: abs(-math.log(p) - entropy) for i, p in enumerate(probs) if p}
+    left, reached = sorted(away, key=lambda i: away[i]), 0.0
+    needed = []
+    while left and (not needed or reached < mass):
+        needed.append(left.pop(0))
+        reached += probs[needed[-1]]
+    return sorted(i for i, far in away.items() if far <= away[needed[-1]])
+
+
+@pytest.mark.parametrize("mass", [0.0, 0.1, 0.3, 0.6, 0.9, 0.999])
+def test_typical_is_its_definition(mass: float) -> None:
+    logits = torch.randn(20, 60, generator=torch.Generator().manual_seed(6), dtype=torch.float64) * 2
+    logits[:, ::7] = NEVER
+    probs = logits.softmax(-1)
+    ours = probabilities(logits, Sampling(typical_p=mass))
+    for row, wanted in zip(ours, probs.tolist(), strict=True):
+        assert row.nonzero().flatten().tolist() == surprises(wanted, mass)
+    torch.testing.assert_close(ours, (probs * (ours > 0)) / (probs * (ours > 0)).sum(-1, keepdim=True))
+
+
+def test_typical_may_drop_the_best_and_always_keeps_one() -> None:
+    # Entropy .948: the surprises 2.440, .440, 1.440 and 3.440 are 1.492, .508, .492 and 2.492 away from it.
+    assert kept(LOGITS, typical_p=0.0) == kept(LOGITS, typical_p=0.23) == [2]
+    assert kept(LOGITS, typical_p=0.24) == kept(LOGITS, typical_p=0.88) == [1, 2]
+    assert kept(LOGITS, typical_p=0.89) == [0, 1, 2]
+    flat = torch.tensor([[2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])  # p .51 and .07: .973 and 1.027 away
+    assert kept(flat, typical_p=0.4) == [0]
+    wide = torch.cat([torch.tensor([[3.0]]), torch.zeros(1, 99)], 1)  # entropy 4.27: the best, 1.78, is the farthest
+    assert kept(wide, typical_p=0.0) == list(range(1, 100))
+    assert kept(torch.tensor([[NEVER, 0.0, NEVER]]), typical_p=0.0) == [1]
+
+
+def test_typical_does_not_part_equals() -> None:
+    assert kept(torch.zeros(1, 5), typical_p=0.3) == [0, 1, 2, 3, 4]
+    assert kept(torch.zeros(1, 3000), typical_p=0.9) == list(range(3000))
+
+
+def test_typical_over_a_large_vocabulary_equals_a_full_sort() -> None:
+    """Of these tokens, more than the tried head are needed."""
+    logits = torch.randn(2, 4000, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    ours = probabilities(logits, Sampling(typical_p=0.9)) > 0
+    assert (ours.sum(-1) > 1024).all()
+    for row, wanted in zip(ours, logits.softmax(-1).tolist(), strict=True):
+        assert row.nonzero().flatten().tolist() == surprises(wanted, 0.9)
+
+
+def test_typical_keeps_rows_of_temperature_zero() -> None:
+    probs = probabilities(LOGITS.repeat(2, 1), Sampling(temperature=(0.0, 5.0), typical_p=0.2))
+    assert probs[0].tolist() == [0, 1, 0, 0]
+    assert (probs[1] > 0).tolist() == [i in kept(LOGITS, temperature=5.0, typical_p=0.2) for i in range(4)]
+
+
+def test_discount_is_the_formula_of_the_api() -> None:
+    logits, counts = torch.randn(3, 8, dtype=torch.float64), torch.randint(4, (3, 8), dtype=torch.int32)
+    ours = pure.discount(logits, counts, 0.3, -0.7)
+    for row in range(3):
+        for token in range(8):
+            times = int(counts[row, token])
+            assert float(ours[row, token]) == pytest.approx(float(logits[row, token]) - times * 0.3 + (times > 0) * 0.7)
+    assert torch.equal(ours[counts == 0], logits[counts == 0])
+
+
+def test_discount_of_extreme_numbers_leaves_other_tokens() -> None:
+    counts = torch.tensor([[2, 0, 0, 0]])
+    assert pure.discount(LOGITS, counts, 1e308, 0.0).tolist() == [[NEVER, 3.0, 2.0, 0.0]]
+
+
+def test_greedy_goes_on_when_frequency_or_presence_speaks() -> None:
+    logits = torch.tensor([[3.0, 2.5, 0.0]])
+    assert drawn(logits, 6, temperature=0.0, frequency_penalty=1.0).tolist() == [[0, 1, 0, 1, 0, 1]]
+    assert drawn(logits, 6, temperature=0.0, presence_penalty=1.0).tolist() == [[0, 1, 0, 0, 0, 0]]
+    assert drawn(logits, 3, temperature=0.0, frequency_penalty=-1.0).tolist() == [[0, 0, 0]]
+
+
+def test_prompt_is_seen_but_not_counted() -> None:
+    sampler = Sampler(Sampling(repetition_penalty=2.0, presence_penalty=1.0), batch=2, vocab_size=4)
+    sampler.see(torch.tensor([[1, 1], [3, 0]]), torch.ones(2, 2, dtype=torch.bool))
+    sampler.made(torch.tensor([2, 3]))
+    sampler.made(torch.tensor([[2, 0], [3, 99]]), torch.tensor([[True, True], [True, False]]))
+    assert sampler.counts is not None
+    assert sampler.seen is not None
+    assert sampler.counts.tolist() == [[1, 0, 2, 0], [0, 0, 0, 2]]
+    assert sampler.seen.tolist() == [[True, True, True, False], [True, False, False, True]]
+
+
+def test_frequency_is_computed_in_float32_at_least() -> None:
+    sampler = Sampler(Sampling(temperature=0.0, frequency_penalty=2e-3), batch=1, vocab_size=2)
+    logits = torch.tensor([[10.0, 9.99]], dtype=torch.bfloat16)  # both 10 in bfloat16
+    assert torch.cat([sampler(logits) for _ in range(4)]).tolist() == [0, 1, 0, 1]
+
+
+def test_bias_is_added_and_forbids() -> None:
+    bias = {3: 4.0, 1: NEVER}
+    sampler = Sampler(Sampling(logit_bias=bias), batch=1, vocab_size=4)
+    torch.testing.assert_close(sampler.distribution(LOGITS), torch.tensor([[1.0, NEVER, 2.0, 4.0]]).softmax(-1))
+    assert drawn(LOGITS, 5, temperature=0.0, logit_bias=bias).unique().tolist() == [3]
+    assert 1 not in drawn(LOGITS, 200, seed=0, logit_bias=bias)
+
+
+def test_bias_is_added_in_float32_at_least() -> None:
+    logits = torch.full((1, 2), 10.0, dtype=torch.bfloat16)  # 10.001 would be 10 in bfloat16
+    assert drawn(logits, 1, temperature=0.0, logit_bias={1: 1e-3}).tolist() == [[1]]
+
+
+def test_bias_is_plain_data() -> None:
+    rules = Sampling(logit_bias={3: 4.0, 1: NEVER})
+    assert rules.logit_bias == ((1, NEVER), (3, 4.0))
+    assert rules == Sampling(logit_bias={1: NEVER, 3: 4.0}) == Sampling(logit_bias=rules.logit_bias)
+    assert hash(rules) == hash(dataclasses.replace(rules, seed=None))
+
+
+def test_bias_outside_the_vocabulary_is_named() -> None:
+    with pytest.raises(ValueError, match=r"token ids below 4, the vocabulary's size, but names 4\."):
+        Sampler(Sampling(logit_bias={4: 1.0, 0: 1.0}), batch=1, vocab_size=4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_row_with_nothing_allowed_is_an_error(temperature: float) -> None:
+    plain = Sampler(Sampling(temperature=temperature), batch=2, vocab_size=4)
+    allowed = torch.tensor([[True] * 4, [False] * 4])
+    for call in (plain, plain.distribution):
+        with pytest.raises(ValueError, match=r"that of row 1 is -inf; leave at least one token allowed"):
+            call(LOGITS.repeat(2, 1), allowed)
+    biased = Sampler(Sampling(temperature=temperature, logit_bias={2: NEVER}), batch=1, vocab_size=4)
+    with pytest.raises(ValueError, match=r"leave at least one token allowed"):
+        biased(LOGITS, torch.tensor([[False, False, True, False]]))
+
+
+def test_allowed_must_fit_the_sampler() -> None:
+    with pytest.raises((ValueError, TypeError), match="allowed"):
+        Sampler(Sampling(), batch=2, vocab_size=4)(LOGITS.repeat(2, 1), torch.ones(1, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("rules", [{"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"typical_p": 0.5}, {}])
+def test_only_allowed_tokens_are_chosen(rules: dict[str, Any]) -> None:
+    """What is forbidden goes before top-k counts its two best, and before top-p sums."""
+    allowed = torch.tensor([[True, False, True, True], [False, True, False, False]])
+    sampler = Sampler(Sampling(seed=0, **rules), batch=2, vocab_size=4)
+    logits = LOGITS.repeat(2, 1)
+    ids = torch.stack([sampler(logits, allowed) for _ in range(100)], 1)
+    assert allowed.gather(1, ids).all()
+    masked = logits.masked_fill(~allowed, NEVER)
+    assert torch.equal(sampler.distribution(logits, allowed), probabilities(masked, Sampling(**rules)))
+    if rules == {"top_k": 2}:
+        assert ids[0].unique().tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("rules", [{}, {"temperature": (1.0, 0.0, 2.0)}, {"top_p": 0.7, "repetition_penalty": 1.5}])
+def test_caller_who_draws_for_itself_makes_the_same_text(rules: dict[str, Any]) -> None:
+    choice = Sampling(seed=9, frequency_penalty=0.5, logit_bias={3: 1.0}, **rules)
+    whole, parts = (Sampler(choice, batch=3, vocab_size=20) for _ in range(2))
+    allowed = torch.arange(20).expand(3, 20) != 7
+    for logits in torch.randn(300, 3, 20, generator=torch.Generator().manual_seed(8)):
+        probs = parts.distribution(logits, allowed)
+        assert torch.equal(probs, parts.distribution(logits, allowed))
+        ids = pure.draw(probs, parts.uniform())
+        parts.made(ids)
+        assert torch.equal(ids, whole(logits, allowed))
+
+
+@pytest.mark.parametrize("rules", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.0}])
+def test_greedy_distribution_is_one_at_the_best(rules: dict[str, Any]) -> None:
+    sampler = Sampler(Sampling(presence_penalty=2.0, **rules), batch=1, vocab_size=4)
+    sampler.made(torch.tensor([1]))
+    probs = sampler.distribution(LOGITS.half())
+    assert probs.tolist() == [[0, 0, 1, 0]]
+    assert probs.dtype == torch.float32
+    assert sampler.uniform().shape == (1, 1)
+
+
+def test_order_of_the_penalties() -> None:
+    """Bias, then repetition, then frequency and presence, then what is forbidden, then temperature."""
+    rules = Sampling(
+        temperature=0.5, logit_bias={0: -3.0}, repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0
+    )
+    sampler = Sampler(rules, batch=1, vocab_size=4)
+    sampler.see(torch.tensor([[2]]), torch.tensor([[True]]))
+    sampler.made(torch.tensor([[0, 0, 1]]))
+    # 0: (1 - 3) · 2 - 1.5;  1: 3 / 2 - 1.25;  2: 2 / 2;  3: forbidden
+    wanted = torch.tensor([[-5.5, 0.25, 1.0, NEVER]]).div(0.5).softmax(-1)
+    torch.testing.assert_close(sampler.distribution(LOGITS, torch.tensor([[True, True, True, False]])), wanted)
+
+
+def test_bias_and_repetition_agree_with_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+    generator = torch.Generator().manual_seed(10)
+    logits = torch.randn(4, 30, generator=generator)
+    ids = torch.randint(30, (4, 9), generator=generator)
+    bias = {2: 1.5, 7: -4.0, 11: 0.25}
+    theirs = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(ids, logits)
+    theirs = RepetitionPenaltyLogitsProcessor(1.7)(ids, theirs)
+    sampler = Sampler(Sampling(logit_bias=bias, repetition_penalty=1.7), batch=4, vocab_size=30)
+    sampler.see(ids, torch.ones_like(ids, dtype=torch.bool))
+    torch.testing.assert_close(sampler.distribution(logits), theirs.softmax(-1))
+
+
+def test_rules_that_are_off_leave_every_bit() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(11))
+    sampler = Sampler(Sampling(typical_p=1.0, logit_bias={}), batch=3, vocab_size=50)
+    assert torch.equal(sampler.distribution(logits), logits.softmax(-1))
+    assert torch.equal(sampler.distribution(logits, torch.ones(3, 50, dtype=torch.bool)), logits.softmax(-1))
+    assert sampler.counts is None
+    assert sampler.seen is None
+
+
+def test_row_with_its_own_seed_draws_as_alone() -> None:
+    """Over more than one block of numbers, and whatever the neighbours' seeds are."""
+    steps = torch.randn(300, 3, 50, generator=torch.Generator().manual_seed(12))
+    together = Sampler(Sampling(seed=(5, 9, 5)), batch=3, vocab_size=50)
+    assert together.seed == (5, 9, 5)
+    ids = torch.stack([together(logits) for logits in steps], 1)
+    for row, seed in enumerate((5, 9, 5)):
+        alone = Sampler(Sampling(seed=seed), batch=1, vocab_size=50)
+        assert ids[row].tolist() == [int(alone(logits[row : row + 1])) for logits in steps]
+
+
+def test_seeds_must_fit_the_rows() -> None:
+    with pytest.raises(ValueError, match=r"^seed must be one number or one per row \(3\), but 2 are given"):
+        Sampler(Sampling(seed=(1, 2)), batch=3, vocab_size=4)
+
+
+def test_draws_of_one_seed_stay_what_they_were() -> None:
+    """Numbers that earlier versions drew: a seed given once must give its text for ever."""
+    assert drawn(torch.zeros(3, 1000), 5, seed=7).tolist() == [
+        [656, 129, 662, 441, 299],
+        [5, 512, 193, 539, 21],
+        [513, 47, 259, 2, 990],
+    ]

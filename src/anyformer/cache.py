@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -31,6 +31,7 @@ from anyformer.tokens import Tokens
 __all__ = ["Cache", "Rows"]
 
 KeysValues = tuple[Tensor, Tensor]
+CacheKind = TypeVar("CacheKind", bound="Cache")
 
 
 class Cache:
@@ -149,22 +150,20 @@ class Cache:
         moved = (rows != torch.arange(self.batch, device=self.device)).nonzero()[:, 0]
         if not len(moved):
             return
-        for part in (*self._slots.values(), *([self._documents] if self._documents else [])):
-            part.take(rows)
+        self._take(rows)
         for store in self._all():
             for buffer in store.buffers():
                 shown = buffer[:, : self.used] if isinstance(store, Store) and type(store.slots) is Line else buffer
                 shown[moved] = shown[rows[moved]]
 
-    def repeat(self, count: int) -> Cache:
+    def repeat(self: CacheKind, count: int) -> CacheKind:
         """A copy in which each row stands `count` times, one after another."""
         rows = torch.arange(self.batch, device=self.device).repeat_interleave(count)
         other = copy.copy(self)
         other.batch = len(rows)
         other._slots = {key: copy.copy(slots) for key, slots in self._slots.items()}
         other._documents = copy.copy(self._documents)
-        for part in (*other._slots.values(), *([other._documents] if other._documents else [])):
-            part.take(rows)
+        other._take(rows)
         anew = {id(old): new for old, new in zip(self._slots.values(), other._slots.values(), strict=True)}
         other.stores = [
             [None if store is None else store.taken(rows, anew, other._documents) for store in layer]
@@ -172,7 +171,14 @@ class Cache:
         ]
         return other
 
-    def copy(self) -> Cache:
+    def _take(self, rows: Int[Tensor, "N"]) -> None:
+        """The same to the record of where tokens sit."""
+        for slots in self._slots.values():
+            slots.take(rows)
+        if self._documents is not None:
+            self._documents.take(rows)
+
+    def copy(self: CacheKind) -> CacheKind:
         """The same rows once more, for texts that begin alike."""
         return self.repeat(1)
 
@@ -209,8 +215,8 @@ class Rows(Cache):
             slots.put(row, its)
         if self._documents is not None and other._documents is not None:
             self._documents.put(row, other._documents)
-        for store, its in zip(self._all(), other._all(), strict=True):
-            for buffer, its_buffer in zip(store.buffers(), its.buffers(), strict=True):
+        for mine, its_store in zip(self._all(), other._all(), strict=True):
+            for buffer, its_buffer in zip(mine.buffers(), its_store.buffers(), strict=True):
                 buffer[row] = its_buffer[0]
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anyformer.accelerate.quantize import quantized
 from anyformer.checkpoint import run
 from anyformer.checkpoint.gguf import read_gguf
 from anyformer.checkpoint.hub import assemble, load_hub, read_hub_spec, save_hub
@@ -71,9 +72,11 @@ def read_spec(source: str | Path) -> TransformerSpec:
 
 def save(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
     """Write a model in the hub's layout if one of its families says it exactly, for transformers and all that read it;
-    else as a run, for `load` alone. Each file is written whole or not at all."""
+    else (and if it is quantized) as a run, for `load` alone. Each file is written whole or not at all."""
     folder = Path(folder)
     try:
+        if quantized(model):
+            raise ValueError("no family has our integers")
         family_for(model.spec, run.weights(model), model.origin.get("model_type", ""))
     except ValueError:
         _only(folder, "config.json", "a model in the hub's layout")

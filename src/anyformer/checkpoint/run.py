@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,19 +11,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from anyformer.files import replacing, write_text
+from anyformer.accelerate.quantize import quantize, quantized
+from anyformer.files import read_json, replacing, write_text
 from anyformer.model import Transformer, TransformerSpec
 from anyformer.text.tokenizer import Tokenizer
 
 __all__ = ["load_run", "load_weights", "read_spec", "save_run", "weights"]
 
-SPEC, WEIGHTS = "spec.yaml", "model.safetensors"
+SPEC, WEIGHTS, QUANTIZED = "spec.yaml", "model.safetensors", "quantized.json"
 
 
 def save_run(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
     """Write spec, weights and tokenizer, each file whole or not at all."""
     folder = Path(folder)
     write_text(folder / SPEC, model.spec.to_yaml())
+    bits = quantized(model)
+    if bits is not None:
+        write_text(folder / QUANTIZED, json.dumps({"bits": bits}) + "\n")
     if tokenizer is not None:
         tokenizer.save(folder)
     with replacing(folder / WEIGHTS) as file:
@@ -32,8 +37,10 @@ def save_run(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None
 def load_run(
     folder: Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Transformer:
-    """The model of a run, in evaluation mode. ValueError says what is missing or does not fit."""
+    """The model of a run, in evaluation mode, quantized if it was. ValueError says what is missing or does not fit."""
     model = read_spec(folder).build(init=None, device=device, dtype=dtype)
+    if (folder / QUANTIZED).is_file():
+        quantize(model, read_json(folder / QUANTIZED).get("bits", "bits that are not named"))
     load_weights(model, folder / WEIGHTS)
     return model.eval()
 

@@ -73,59 +73,86 @@ def train(model: str, **choices: Any) -> None:
 DTYPE = click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="[default: as stored]")
 
 
+SAMPLING = [
+    click.option("--temperature", default=1.0, show_default=True, help="0 always takes the likeliest token."),
+    click.option("--top-k", default=0, help="Choose among the k likeliest tokens; 0 for all."),
+    click.option("--top-p", default=1.0, help="Choose among the likeliest tokens that make up this share."),
+    click.option("--min-p", default=0.0, help="Leave out tokens less likely than this share of the likeliest."),
+    click.option("--typical-p", default=1.0, help="Choose among the most typical tokens that make up this share."),
+    click.option("--repetition-penalty", default=1.0, help="Above 1: tokens that were seen become less likely."),
+    click.option("--frequency-penalty", default=0.0, help="Taken from a token's logit each time it was made."),
+    click.option("--presence-penalty", default=0.0, help="Taken from a token's logit once it was made."),
+    click.option("--seed", type=int, help="Equal seeds give equal text."),
+]
+
+
+def sampled(command: Any) -> Any:
+    """The options that say how tokens are chosen."""
+    for option in reversed(SAMPLING):
+        command = option(command)
+    return command
+
+
+QUANTIZE = click.option("--quantize", "bits", type=click.Choice(["int8", "int4"]), help="Round the weights first.")
+
+
 @cli.command()
 @click.argument("source")
 @click.argument("prompt", default="")
-@click.option("--temperature", default=1.0, show_default=True, help="0 always takes the likeliest token.")
-@click.option("--top-k", default=0, help="Choose among the k likeliest tokens; 0 for all.")
-@click.option("--top-p", default=1.0, help="Choose among the likeliest tokens that make up this share.")
-@click.option("--min-p", default=0.0, help="Leave out tokens less likely than this share of the likeliest.")
-@click.option("--repetition-penalty", default=1.0, help="Above 1: tokens that were seen become less likely.")
+@sampled
 @click.option("--max-new-tokens", default=256, show_default=True)
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
-@click.option("--seed", type=int, help="Equal seeds give equal text.")
 @click.option("--prefill-chunk", type=click.IntRange(1), help="Read a long prompt so many tokens at a time.")
+@click.option("--num-beams", type=click.IntRange(1), help="Search for the likeliest texts, and print so many.")
+@click.option("--draft", metavar="SOURCE|lookup", help="Guess ahead with a smaller model, or by looking back.")
+@click.option("--choice", multiple=True, help="The new text is one of these; give it several times.")
+@click.option("--regex", metavar="PATTERN", help="The new text matches this.")
+@click.option("--json-schema", type=click.Path(path_type=Path), help="The new text is JSON that fits this file.")
+@QUANTIZE
 @DTYPE
 def generate(
-    source: str,
-    prompt: str,
-    max_new_tokens: int,
-    stop: tuple[str, ...],
-    prefill_chunk: int | None,
-    dtype: str | None,
-    **choices: Any,
+    source: str, prompt: str, choice: tuple[str, ...], regex: str | None, json_schema: Path | None, **choices: Any
 ) -> None:
     """Continue PROMPT with the model of SOURCE, as it is made; an encoder-decoder answers it.
 
     An empty prompt begins a new text.
     """
-    from anyformer.checkpoint.load import load
-    from anyformer.generate.loop import stream
-    from anyformer.generate.sampling import Sampling
+    from anyformer.cli.generating import asked
+    from anyformer.cli.generating import generate as generate_text
 
-    sampling = Sampling(**choices)
-    loaded = load(source, dtype=dtype)
-    if loaded.tokenizer is None:
-        raise ValueError(f"{source} has no tokenizer, so text cannot be read or written")
-    if loaded.model.decoder is None:
-        raise ValueError(f"{source} is an encoder alone, which generates nothing")
-    if loaded.model.encoder is None:
-        click.echo(prompt, nl=False)
-    pieces = stream(
-        loaded.model,
-        loaded.tokenizer,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        prefill_chunk=prefill_chunk,
-        sampling=sampling,
-    )
-    try:
-        for piece in pieces:
-            click.echo(piece, nl=False)
-    except KeyboardInterrupt:
-        pass
-    click.echo()
+    generate_text(source, prompt, constraint=asked(choice, regex, json_schema), **choices)
+
+
+@cli.command()
+@click.argument("source")
+@click.option("--system", help="What the model is told first.")
+@sampled
+@click.option("--max-new-tokens", default=512, show_default=True, help="Tokens an answer.")
+@click.option("--stop", multiple=True, help="End an answer before this text; may be given several times.")
+@click.option("--load", type=click.Path(path_type=Path), help="Go on with a conversation that /save wrote.")
+@QUANTIZE
+@DTYPE
+def chat(source: str, **choices: Any) -> None:
+    """Talk with the model of SOURCE. Ctrl-C stops an answer, Ctrl-D leaves; /help lists the commands."""
+    from anyformer.cli.chatting import chat as talk
+
+    talk(source, **choices)
+
+
+@cli.command()
+@click.argument("source")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--window", type=click.IntRange(1), help="Read the text in windows of so many tokens.")
+@click.option("--stride", type=click.IntRange(1), help="Tokens from one window to the next.  [default: half a window]")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@click.option("--per-token", type=click.Path(path_type=Path), help="Write each token's log-probability here (TSV).")
+@QUANTIZE
+@DTYPE
+def score(source: str, file: Path, **choices: Any) -> None:
+    """Say how likely the model of SOURCE finds the text of FILE: perplexity and bits per byte."""
+    from anyformer.cli.scoring import score as score_file
+
+    score_file(source, file, **choices)
 
 
 @cli.command()

@@ -1,6 +1,6 @@
 """Generation: prompts in, tokens out, one step at a time.
 
-`generate` works on ids and batches; `stream` on text, one prompt, as it is made. Both drive `steps`.
+`generate` works on ids and batches, and drives `steps`; `text.stream` makes text of them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,27 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from anyformer.cache import Cache
+from anyformer.generate.constrain import Guide
 from anyformer.generate.sampling import Sampler, Sampling
-from anyformer.generate.stops import StopStrings
 from anyformer.model import States, Transformer
 from anyformer.tokens import Tokens
 
-__all__ = ["Generation", "Step", "generate", "left_padded", "start_id", "steps", "stream"]
+__all__ = [
+    "Generation",
+    "Running",
+    "Step",
+    "check_counts",
+    "encoded",
+    "generate",
+    "left_padded",
+    "read",
+    "start_id",
+    "steps",
+]
 
 Prompts = Tensor | Sequence[Sequence[int]]
 
@@ -50,6 +62,7 @@ def generate(
     source: Int[Tensor, "B S"] | None = None,
     source_tokens: Tokens | None = None,
     prefill_chunk: int | None = None,
+    guides: Sequence[Guide] = (),
     sampling: Sampling | None = None,
     **choices: Any,
 ) -> Generation:
@@ -59,6 +72,7 @@ def generate(
     (temperature 0). A row ends at any of `end_ids`, though not before `min_new_tokens`; an end token inside the prompt
     does not count. An encoder-decoder also takes `source`. Each row's tokens are those it would get alone. The prompt
     is read `prefill_chunk` tokens at a time (None: at once): memory is then bounded by that and the patterns' reach.
+    `guides` keep the rows to constraints, one each: `constraint.bind(tokenizer)`.
     """
     if sampling is not None and choices:
         raise ValueError(f"give `sampling`, or its fields, not both: {', '.join(choices)}")
@@ -73,6 +87,7 @@ def generate(
         source=source,
         source_tokens=source_tokens,
         prefill_chunk=prefill_chunk,
+        guides=guides,
     )
     rows = len(ids)
     out: list[list[int]] = [[] for _ in range(rows)]
@@ -86,48 +101,6 @@ def generate(
     return Generation(out, reasons)
 
 
-def stream(
-    model: Transformer,
-    tokenizer: Any,
-    prompt: str,
-    *,
-    max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
-    prefill_chunk: int | None = None,
-    sampling: Sampling | None = None,
-) -> Iterator[str]:
-    """The text that follows `prompt`, in pieces of whole characters, as they are made.
-
-    An encoder-decoder reads `prompt` as its source, and writes its own text. Ends at an end token, before any of the
-    `stop` strings, or after `max_new_tokens`. An empty prompt starts a new document. The prompt is data: special tokens
-    written in it are plain text; what the model expects around a text is put there.
-    """
-    read = tokenizer.encode(prompt, frame=True)
-    text, stops = tokenizer.stream(), StopStrings(stop)
-    ids, source = (read or [tokenizer.end_id], None) if model.encoder is None else ([start_id(model)], read)
-    run = steps(
-        model,
-        [ids],
-        sampling or Sampling(),
-        max_new_tokens=max_new_tokens,
-        end_ids=tokenizer.end_ids,
-        source=None if source is None else torch.tensor([source], device=model.device),
-        prefill_chunk=prefill_chunk,
-    )
-    for step in run:
-        if "end" in step.ended.values():
-            break
-        shown, hit = stops.push(text.push(int(step.ids[0])))
-        if shown:
-            yield shown
-        if hit:
-            return
-    shown, hit = stops.push(text.flush())
-    rest = shown if hit else shown + stops.flush()
-    if rest:
-        yield rest
-
-
 def steps(
     model: Transformer,
     prompts: Prompts,
@@ -139,32 +112,59 @@ def steps(
     source: Int[Tensor, "B S"] | None = None,
     source_tokens: Tokens | None = None,
     prefill_chunk: int | None = None,
+    guides: Sequence[Guide] = (),
+    cache: Cache | None = None,
 ) -> Iterator[Step]:
-    """Steps until every row has ended. Prefill, whole or in chunks, then one token a row and step, by the cache."""
+    """Steps until every row has ended. Prefill, whole or in chunks, then one token a row and step, by the cache.
+
+    A `cache` of the caller's holds the first tokens of the prompts, though not the last one; they are not read again.
+    """
+    check_counts(max_new_tokens, prefill_chunk)
+    ids, tokens = left_padded(prompts, model.device)
+    if not max_new_tokens or not len(ids):
+        return
+    if guides and len(guides) != len(ids):
+        raise ValueError(f"{len(guides)} guides are given for {len(ids)} prompts: bind one for each")
+    rows = Running(tokens, max_new_tokens, min_new_tokens, end_ids, model.max_len)
+    sampler = Sampler(sampling, batch=len(ids), vocab_size=model.spec.vocab_size, device=model.device)
+    sampler.see(ids, tokens.real)
+    with torch.inference_mode():
+        memory = encoded(model, source, source_tokens)
+        cache = cache or model.new_cache(len(ids), ids.shape[1] + rows.most)
+        ids, tokens = ids[:, cache.used :], tokens.cut(cache.used, tokens.length)
+    while rows.live.any():
+        with torch.inference_mode():
+            logits = read(model, ids, tokens, memory, cache, chunk=prefill_chunk)[:, -1]
+            chosen = sampler(rows.without_end(logits), rows.allowed(guides, logits))
+        live = rows.live.clone()
+        yield Step(chosen, live, rows.note(chosen, rows.follow(guides, chosen)))
+        ids, tokens = chosen[:, None], rows.place(tokens.after())
+
+
+def check_counts(max_new_tokens: int, prefill_chunk: int | None) -> None:
+    """ValueError unless there can be so many new tokens, and a chunk of that size."""
     if max_new_tokens < 0:
         raise ValueError(f"`max_new_tokens` must be at least 0, but is {max_new_tokens}")
     if prefill_chunk is not None and prefill_chunk < 1:
         raise ValueError(f"`prefill_chunk` must be at least 1, but is {prefill_chunk}")
-    ids, tokens = left_padded(prompts, model.device)
-    if not max_new_tokens or not len(ids):
-        return
-    rows = _Rows(tokens, max_new_tokens, min_new_tokens, end_ids, model.max_len)
-    sampler = Sampler(sampling, batch=len(ids), vocab_size=model.spec.vocab_size, device=model.device)
-    sampler.see(ids, tokens.real)
-    with torch.inference_mode():
-        memory = _memory(model, source, source_tokens)
-        cache = model.new_cache(len(ids), ids.shape[1] + rows.most)
-        chunk = prefill_chunk or ids.shape[1]
-        while ids.shape[1] > chunk:  # what is read before the last chunk needs no logits
-            model(ids[:, :chunk], tokens.cut(0, chunk), memory=memory, cache=cache, last=0)
-            ids, tokens = ids[:, chunk:], tokens.cut(chunk, tokens.length)
-    while rows.live.any():
-        with torch.inference_mode():
-            logits = model(ids, tokens, memory=memory, cache=cache, last=1)[:, -1]
-            chosen = sampler(rows.without_end(logits))
-        live = rows.live.clone()
-        yield Step(chosen, live, rows.note(chosen))
-        ids, tokens = chosen[:, None], rows.place(tokens.after())
+
+
+def read(
+    model: Transformer,
+    ids: Int[Tensor, "B T"],
+    tokens: Tokens,
+    memory: States | None,
+    cache: Cache,
+    *,
+    last: int = 1,
+    chunk: int | None = None,
+) -> Float[Tensor, "B L V"]:
+    """Logits of the `last` tokens. What comes before them is read `chunk` at a time (None: all at once)."""
+    while chunk is not None and ids.shape[1] - last >= chunk:
+        model(ids[:, :chunk], tokens.cut(0, chunk), memory=memory, cache=cache, last=0)
+        ids, tokens = ids[:, chunk:], tokens.cut(chunk, tokens.length)
+    logits: Tensor = model(ids, tokens, memory=memory, cache=cache, last=last)
+    return logits
 
 
 def start_id(model: Transformer) -> int:
@@ -194,7 +194,7 @@ def left_padded(prompts: Prompts, device: torch.device) -> tuple[Int[Tensor, "B 
     return ids, Tokens.padded(keep) if len(rows) else Tokens.arange(0, width, device=device)
 
 
-class _Rows:
+class Running:
     """Which rows still run, and why the others ended."""
 
     def __init__(self, tokens: Tokens, most: int, least: int, end_ids: Sequence[int], max_len: int | None) -> None:
@@ -213,10 +213,28 @@ class _Rows:
         """End tokens cannot be chosen before `least` tokens are made."""
         return logits if self.made >= self.least else logits.index_fill(1, self.ends, -torch.inf)
 
-    def note(self, chosen: Int[Tensor, "B"]) -> dict[int, str]:
-        """Count one step; the rows that it ended, and why."""
+    def allowed(self, guides: Sequence[Guide], logits: Float[Tensor, "B V"]) -> Bool[Tensor, "B V"] | None:
+        """What the guides allow each row that runs; None where nothing is forbidden."""
+        if not guides:
+            return None
+        allowed = torch.ones(logits.shape, dtype=torch.bool)
+        for row in self.live.nonzero()[:, 0].tolist():
+            allowed[row] = guides[row].allowed(logits.shape[1])
+        return allowed.to(logits.device)
+
+    def follow(self, guides: Sequence[Guide], chosen: Int[Tensor, "B"]) -> Bool[Tensor, "B"] | None:
+        """Tell the guides what was chosen; which rows nothing can follow."""
+        if not guides:
+            return None
+        for row in self.live.nonzero()[:, 0].tolist():
+            guides[row].push(int(chosen[row]))
+        return torch.tensor([guide.done for guide in guides], device=chosen.device)
+
+    def note(self, chosen: Int[Tensor, "B"], done: Bool[Tensor, "B"] | None = None) -> dict[int, str]:
+        """Count one step; the rows that it ended, and why. Rows that are `done` end, whatever was chosen."""
         self.made += 1
-        ended = self.live & torch.isin(chosen, self.ends)
+        ended = torch.isin(chosen, self.ends)
+        ended = self.live & (ended if done is None else ended | done)
         full = self.live & ~ended & (self.room <= self.made)
         self.live = self.live & ~ended & ~full
         reasons = dict.fromkeys(ended.nonzero()[:, 0].tolist(), "end")
@@ -230,7 +248,8 @@ class _Rows:
         return Tokens(tokens.pos.masked_fill(dead, 0), tokens.seg.masked_fill(dead, -1), tokens.mark)
 
 
-def _memory(model: Transformer, source: Tensor | None, source_tokens: Tokens | None) -> States | None:
+def encoded(model: Transformer, source: Tensor | None, source_tokens: Tokens | None) -> States | None:
+    """What an encoder-decoder made of `source`; None for a decoder alone."""
     if model.encoder is None:
         return None
     if source is None:

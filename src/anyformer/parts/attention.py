@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxtyping import Float
@@ -89,6 +90,9 @@ class Attention(Mixer, kind="attention"):
 
 
 class AttentionModule(OpModule):
+    kernels: Sequence[Kernel] = KERNELS
+    """What may compute it, in order of preference."""
+
     def __init__(self, spec: Attention, dim: int, shared: Shared) -> None:
         super().__init__()
         head, h, g = spec.width(dim), spec.num_heads, spec.kv_heads
@@ -134,7 +138,7 @@ class AttentionModule(OpModule):
             dropout=self.spec.dropout if self.training else 0.0,
             memo=ctx.memo,
         )
-        return choose(request, KERNELS, ctx.kernel)(request)
+        return choose(request, self.kernels, ctx.kernel)(request)
 
     def new_store(self, cache: Any) -> Any:
         return cache.keys_values(self.spec.kv_heads, self.head_dim, self.spec.pattern)

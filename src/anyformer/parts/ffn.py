@@ -53,7 +53,7 @@ class DenseFFN(FeedForward, kind="dense_ffn"):
 class DenseFFNModule(OpModule):
     def __init__(self, spec: DenseFFN, dim: int) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[spec.activation]
+        self.spec, self.activation = spec, ACTIVATIONS[spec.activation]
         self.up = nn.Linear(dim, spec.hidden, bias=spec.bias)
         self.down = nn.Linear(spec.hidden, dim, bias=spec.bias)
         self.dropout = nn.Dropout(spec.dropout)
@@ -86,7 +86,7 @@ class GatedFFN(FeedForward, kind="gated_ffn"):
 class GatedFFNModule(OpModule):
     def __init__(self, spec: GatedFFN, dim: int) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[spec.activation]
+        self.spec, self.activation = spec, ACTIVATIONS[spec.activation]
         self.gate = nn.Linear(dim, spec.hidden, bias=spec.bias)
         self.up = nn.Linear(dim, spec.hidden, bias=spec.bias)
         self.down = nn.Linear(spec.hidden, dim, bias=spec.bias)

@@ -75,8 +75,12 @@ class LMHeadModule(HeadModule):
 
     def forward(self, x: Float[Tensor, "*B D"], tokens: Tokens | None = None) -> Float[Tensor, "*B V"]:
         x = x * self.scale if self.scale != 1.0 else x
-        logits = nn.functional.linear(x, self.weight, self.bias)
+        logits = self.project(x)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def project(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
+        """x Wᵀ + b"""
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class MaskedLMHead(LMHead, kind="masked_lm"):

@@ -68,6 +68,9 @@ class RMSNormModule(nn.Module):
         self.weight = nn.Parameter(torch.full((dim,), 1.0 - spec.offset))
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        wide = at_least_float32(x)
-        gain = self.weight + self.spec.offset if self.spec.offset else self.weight
+        wide, gain = at_least_float32(x), self.gain()
         return F.rms_norm(wide, gain.shape, gain.to(wide.dtype), self.spec.eps).to(x.dtype)
+
+    def gain(self) -> Float[Tensor, "D"]:
+        """offset + weight"""
+        return self.weight + self.spec.offset if self.spec.offset else self.weight

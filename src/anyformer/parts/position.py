@@ -186,10 +186,15 @@ class RotaryModule(PositionModule):
     def at_heads(self, x: Float[Tensor, "B T H K"], tokens: Tokens, ctx: Context) -> Float[Tensor, "B T H K"]:
         spec = self.spec
         assert isinstance(spec, Rotary)
+        return rotate(x, *self.phases(x, tokens, ctx), spec.layout)
+
+    def phases(self, x: Float[Tensor, "B T H K"], tokens: Tokens, ctx: Context) -> tuple[Tensor, Tensor]:
+        """Cosine and sine (b, T, 1, turning / 2) for x, made once a pass."""
+        spec = self.spec
+        assert isinstance(spec, Rotary)
         width, wide = x.shape[-1], at_least_float32(x).dtype
         key = ("phases", spec, width, wide)
-        cos, sin = ctx.once(key, (tokens,), lambda: self._phases(spec, tokens, width, wide, ctx.context_len))
-        return rotate(x, cos, sin, spec.layout)
+        return ctx.once(key, (tokens,), lambda: self._phases(spec, tokens, width, wide, ctx.context_len))
 
     def _phases(
         self, spec: Rotary, tokens: Tokens, width: int, wide: torch.dtype, context_len: int | None

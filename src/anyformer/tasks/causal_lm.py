@@ -15,8 +15,8 @@ from anyformer.data.baselines import bigram_bits_per_byte, gzip_bits_per_byte
 from anyformer.data.documents import Document, Skipped, read_documents
 from anyformer.data.store import IGNORE, Batch, TokenStore, Windows, evaluation_windows, split_documents
 from anyformer.files import write_text
-from anyformer.generate.loop import stream
 from anyformer.generate.sampling import Sampling
+from anyformer.generate.text import stream
 from anyformer.model import Transformer
 from anyformer.text.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from anyformer.tokens import Tokens

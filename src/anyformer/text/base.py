@@ -190,13 +190,21 @@ class Tokenizer(ABC):
     def stream(self, *, special: bool = False) -> TextStream:
         """Decoding of one text, token by token."""
         hidden = frozenset[int]() if special else self._hidden
+        return TextStream(lambda token, first: None if token in hidden else self.piece(token, first=first))
 
-        def piece(token: int, first: bool) -> tuple[bytes, bytes] | None:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"Id {token} is not in the vocabulary, whose ids are 0..{self.vocab_size - 1}.")
-            return None if token in hidden else self._piece(token, first)
+    def piece(self, token: int, *, first: bool = False) -> tuple[bytes, bytes]:
+        """What a token adds to a text: its bytes, and those that come after it if another token does.
 
-        return TextStream(piece)
+        Args:
+            token: a special one is spelled as its text.
+            first: no token is before it; SentencePiece then leaves out the space that begins it.
+
+        Raises:
+            ValueError: an id outside the vocabulary.
+        """
+        if not 0 <= token < self.vocab_size:
+            raise ValueError(f"Id {token} is not in the vocabulary, whose ids are 0..{self.vocab_size - 1}.")
+        return self._piece(token, first)
 
     @abstractmethod
     def save(self, folder: str | Path) -> None:

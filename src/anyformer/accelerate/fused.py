@@ -1,0 +1,173 @@
+"""Fused: a branch of a block as one or two compiled calls, for one new token a row on a CPU.
+
+A step of decoding is many small things between reads of weights; asked for one by one, from Python, they take as long
+as the reads. Here attention is two calls (what comes before the cache, and what comes after), a feed-forward one. What
+a branch has that no loop knows (a norm behind its op, soft-caps, ALiBi, experts, ...) leaves it as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from anyformer.accelerate import operators as op
+from anyformer.accelerate.quantize import QuantizedLinear
+from anyformer.block import BlockModule, BranchModule
+from anyformer.context import Context
+from anyformer.kernels.base import Request
+from anyformer.kernels.sdpa import maskless
+from anyformer.parts.attention import AttentionModule
+from anyformer.parts.ffn import DenseFFNModule, GatedFFNModule
+from anyformer.parts.norm import LayerNormModule, RMSNormModule
+from anyformer.parts.op import Result
+from anyformer.parts.position import Position, PositionModule, Rotary, RotaryModule
+
+__all__ = ["FusedBlock", "fuses"]
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "relu2")
+NONE = np.empty(0, np.float32)
+UNTURNED = (np.empty((1, 0), np.float32), np.empty((1, 0), np.float32), 0, 1)
+ALL_SEEN = np.empty((1, 0), np.bool_)
+
+
+class FusedBlock(BlockModule):
+    """A block whose branches run fused where they can, in a step of decoding."""
+
+    def forward(self, x: Float[Tensor, "B T D"], ctx: Context, stores: list[Any] | None = None) -> Result:
+        if stores is None or x.shape[1] != 1 or not _plain(x) or ctx.kernel is not None:
+            return super().forward(x, ctx, stores)
+        for branch, store in zip(self.branches(), stores, strict=True):
+            step = _step(branch)
+            x = branch(x, ctx.at(store))[0] if step is None else step(x, ctx, store)
+        return x, None
+
+
+def fuses(block: BlockModule) -> bool:
+    """Whether any branch of this block can run fused."""
+    return block.join == "sequence" and any(_kind(branch) is not None for branch in block.branches())
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether the loops apply: float32 on a CPU, no gradient, and no compiler that looks on."""
+    eager = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return eager and x.dtype == torch.float32 and x.device.type == "cpu" and op.loops() is not None
+
+
+def _step(branch: BranchModule) -> AttentionStep | FeedForwardStep | None:
+    """What runs this branch, made once, and again if its weights have moved."""
+    step: AttentionStep | FeedForwardStep | None = branch.__dict__.get("_fused")
+    if step is None or step.moved():
+        kind = _kind(branch)
+        step = branch.__dict__["_fused"] = None if kind is None else kind(branch)
+    return step
+
+
+def _kind(branch: BranchModule) -> type[AttentionStep] | type[FeedForwardStep] | None:
+    """How to run this branch, if the loops know all that it has."""
+    lone = isinstance(branch.post, nn.Identity) and isinstance(branch.after, nn.Identity) and branch.scale == 1.0
+    if not lone or not isinstance(branch.pre, RMSNormModule | LayerNormModule):
+        return None
+    if isinstance(branch.op, DenseFFNModule | GatedFFNModule):
+        return FeedForwardStep
+    return AttentionStep if _is_plain_attention(branch.op) else None
+
+
+def _is_plain_attention(module: nn.Module) -> bool:
+    if type(module) is not AttentionModule:
+        return False
+    spec, turns = module.spec, isinstance(module.position, RotaryModule)
+    still = type(module.position) is PositionModule and type(module.position.spec) is Position
+    return spec.qk_norm is None and spec.softcap is None and spec.pattern.heads_alike and (turns or still)
+
+
+class _Arrays:
+    """Weights as arrays over the same memory, and a note of where that memory is."""
+
+    def __init__(self) -> None:
+        self.at: list[tuple[Tensor, int]] = []
+
+    def moved(self) -> bool:
+        """Whether a weight lies elsewhere than it did, as after `model.to(...)`."""
+        return any(tensor.data_ptr() != place for tensor, place in self.at)
+
+    def array(self, tensor: Tensor) -> np.ndarray:
+        self.at.append((tensor, tensor.data_ptr()))
+        return tensor.detach().numpy()
+
+    def weight(self, linear: Any) -> tuple[np.ndarray, ...]:
+        held = (linear.weight, linear.gain) if isinstance(linear, QuantizedLinear) else (linear.weight,)
+        return tuple(self.array(tensor) for tensor in held)
+
+    def bias(self, linear: Any) -> np.ndarray:
+        return NONE if linear.bias is None else self.array(linear.bias)
+
+    def norm(self, norm: Any) -> tuple[np.ndarray, np.ndarray, float, bool]:
+        if isinstance(norm, LayerNormModule):
+            shift = NONE if norm.bias is None else self.array(norm.bias)
+            return self.array(norm.weight), shift, norm.spec.eps, True
+        gain = self.array(norm.weight)
+        return (gain + np.float32(norm.spec.offset) if norm.spec.offset else gain), NONE, norm.spec.eps, False
+
+
+class AttentionStep(_Arrays):
+    """Norm, projections and rotation in one call; then the cache; attention, projection and residual in another."""
+
+    def __init__(self, branch: BranchModule) -> None:
+        super().__init__()
+        module = branch.op
+        assert isinstance(module, AttentionModule)
+        self.module, self.before = module, self.norm(branch.pre)
+        self.weights = tuple(self.weight(linear) for linear in (module.q, module.k, module.v))
+        self.biases = tuple(self.bias(linear) for linear in (module.q, module.k, module.v))
+        self.out, self.out_bias = self.weight(module.out), self.bias(module.out)
+
+    def __call__(self, x: Float[Tensor, "B 1 D"], ctx: Context, store: Any) -> Float[Tensor, "B 1 D"]:
+        module, loops, batch = self.module, op.loops(), len(x)
+        heads, groups, width = module.spec.num_heads, module.spec.kv_heads, module.head_dim
+        rows = x.numpy().reshape(batch, -1)
+        q, k, v = (torch.empty(batch, 1, count, width) for count in (heads, groups, groups))
+        q_rows = q.numpy()[:, 0]
+        turn = self._turn(q, ctx)
+        loops.attention_in(rows, self.before, self.weights, self.biases, turn, q_rows, k.numpy()[:, 0], v.numpy()[:, 0])
+        k, v, k_tokens = store.append(k, v)
+        request = Request(q, k, v, ctx.tokens, k_tokens, module.spec.pattern, module.scale, memo=ctx.memo)
+        seen = ALL_SEEN if maskless(request) else request.mask()[:, 0].numpy()
+        out = torch.empty(x.shape)
+        loops.attention_out(
+            rows, q_rows, k.numpy(), v.numpy(), seen, module.scale, self.out, self.out_bias, out.numpy()[:, 0]
+        )
+        return out
+
+    def _turn(self, q: Tensor, ctx: Context) -> tuple[np.ndarray, np.ndarray, int, int]:
+        position = self.module.position
+        if not isinstance(position, RotaryModule):
+            return UNTURNED
+        spec = position.spec
+        assert isinstance(spec, Rotary)
+        cos, sin = position.phases(q, ctx.tokens, ctx)
+        half = spec.layout == "half"
+        return cos.numpy()[:, 0, 0], sin.numpy()[:, 0, 0], cos.shape[-1] if half else 1, 1 if half else 2
+
+
+class FeedForwardStep(_Arrays):
+    """Norm, feed-forward and residual in one call."""
+
+    def __init__(self, branch: BranchModule) -> None:
+        super().__init__()
+        module = branch.op
+        assert isinstance(module, DenseFFNModule | GatedFFNModule)
+        self.before, gate = self.norm(branch.pre), getattr(module, "gate", None)
+        self.up, self.down = self.weight(module.up), self.weight(module.down)
+        self.gate = () if gate is None else self.weight(gate)
+        self.biases = (self.bias(module.up), NONE if gate is None else self.bias(gate), self.bias(module.down))
+        self.activation = ACTIVATIONS.index(module.spec.activation)
+
+    def __call__(self, x: Float[Tensor, "B 1 D"], ctx: Context, store: Any) -> Float[Tensor, "B 1 D"]:
+        out = torch.empty(x.shape)
+        rows, result = x.numpy()[:, 0], out.numpy()[:, 0]
+        op.loops().feed_forward(rows, self.before, self.up, self.gate, self.down, self.biases, self.activation, result)
+        return out

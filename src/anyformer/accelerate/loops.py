@@ -1,0 +1,360 @@
+"""Loops for one token a row, compiled by Numba: what a decoding step does on a CPU.
+
+With one row, a product of matrices is a read of the weights: the machine's bandwidth is the limit, of which torch's own
+`linear` reaches a fifth to a half. Each loop here reads its weights once, in order, on all of torch's threads. Compiled
+code is kept on disk, so that only the first process waits for the compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from numba.extending import overload
+
+__all__ = [
+    "attend",
+    "attention_in",
+    "attention_out",
+    "feed_forward",
+    "linear_float",
+    "linear_int4",
+    "linear_int8",
+    "rms_norm",
+    "rotate",
+    "rounded",
+    "use_threads",
+]
+
+
+_FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; NaN and infinity keep their meaning
+_BLOCK = 512  # products of 8 and 16 bits whose sum is sure to fit 32 bits
+
+_AVAILABLE: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+_threads = 0
+
+_parallel = numba.njit(parallel=True, fastmath=_FAST, cache=True, nogil=True)
+_serial = numba.njit(fastmath=_FAST, cache=True, nogil=True)
+
+
+def use_threads(count: int) -> None:
+    """Work on so many threads, or on all there are."""
+    global _threads
+    if _threads != count:
+        numba.set_num_threads(min(count, _AVAILABLE))
+        _threads = count
+
+
+@_parallel
+def linear_float(x: np.ndarray, w: np.ndarray, out: np.ndarray) -> None:
+    """out (R, N) = x (R, K) wᵀ, for w (N, K). Rows of x go by fours over two of w: six reads for eight products."""
+    rows, width = x.shape
+    if rows == 1:
+        for n in numba.prange(w.shape[0]):
+            total = np.float32(0)
+            for k in range(width):
+                total += w[n, k] * x[0, k]
+            out[0, n] = total
+        return
+    whole = rows - rows % 4
+    for pair in numba.prange((w.shape[0] + 1) // 2):
+        n = 2 * pair
+        m = min(n + 1, w.shape[0] - 1)
+        for r in range(0, whole, 4):
+            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
+            for k in range(width):
+                wa, wb = w[n, k], w[m, k]
+                x0, x1, x2, x3 = x[r, k], x[r + 1, k], x[r + 2, k], x[r + 3, k]
+                a0 += wa * x0
+                a1 += wa * x1
+                a2 += wa * x2
+                a3 += wa * x3
+                b0 += wb * x0
+                b1 += wb * x1
+                b2 += wb * x2
+                b3 += wb * x3
+            out[r, n], out[r + 1, n], out[r + 2, n], out[r + 3, n] = a0, a1, a2, a3
+            out[r, m], out[r + 1, m], out[r + 2, m], out[r + 3, m] = b0, b1, b2, b3
+        for r in range(whole, rows):
+            a0 = b0 = np.float32(0)
+            for k in range(width):
+                a0 += w[n, k] * x[r, k]
+                b0 += w[m, k] * x[r, k]
+            out[r, n], out[r, m] = a0, b0
+
+
+@_serial
+def rounded(x: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
+    """x (R, K) in 16 bits: values × scale, one scale a row; the largest of a row becomes 32767."""
+    for r in range(x.shape[0]):
+        top = np.float32(0)
+        for k in range(x.shape[1]):
+            top = max(top, abs(x[r, k]))
+        scales[r] = top / np.float32(32767)
+        inverse = np.float32(32767) / top if top > 0 else np.float32(0)
+        for k in range(x.shape[1]):
+            values[r, k] = np.int16(np.rint(x[r, k] * inverse))
+
+
+@_parallel
+def linear_int8(x: np.ndarray, scales: np.ndarray, w: np.ndarray, gains: np.ndarray, out: np.ndarray) -> None:
+    """out (R, N) = (x · scales) (w · gains)ᵀ, for x (R, K) in 16 bits and w (N, K) in 8, a gain for each row of w.
+
+    512 products fit an integer of 32 bits; their sums are added as floating-point numbers.
+    """
+    rows, width = x.shape
+    blocks = width // _BLOCK
+    for n in numba.prange(w.shape[0]):
+        for r in range(rows):
+            total = np.float32(0)
+            for block in range(blocks):
+                ws, xs = w[n, block * _BLOCK : (block + 1) * _BLOCK], x[r, block * _BLOCK : (block + 1) * _BLOCK]
+                part = np.int32(0)
+                for k in range(_BLOCK):
+                    part = np.int32(part + np.int32(ws[k]) * np.int32(xs[k]))
+                total += np.float32(part)
+            ws, xs = w[n, blocks * _BLOCK :], x[r, blocks * _BLOCK :]
+            part = np.int32(0)
+            for k in range(ws.shape[0]):
+                part = np.int32(part + np.int32(ws[k]) * np.int32(xs[k]))
+            out[r, n] = (total + np.float32(part)) * gains[n] * scales[r]
+
+
+@_parallel
+def linear_int4(x: np.ndarray, scales: np.ndarray, w: np.ndarray, gains: np.ndarray, out: np.ndarray) -> None:
+    """out (R, N) = (x · scales) wᵀ, for x (R, K) in 16 bits and w (N, K / 2), two weights of 4 bits, plus 8, in a byte.
+
+    The lower halves of a row's bytes are its first weights, the upper ones the others; each 64 have a gain (N, K / 64).
+    """
+    rows, width = x.shape
+    half = width // 2
+    for n in numba.prange(w.shape[0]):
+        row, ws = np.empty(width, np.int8), w[n]
+        first, second = row[:half], row[half:]
+        for k in range(half):
+            first[k] = np.int8(ws[k] & np.uint8(15)) - np.int8(8)
+            second[k] = np.int8(ws[k] >> np.uint8(4)) - np.int8(8)
+        for r in range(rows):
+            total = np.float32(0)
+            for g in range(gains.shape[1]):
+                part, xs, values = np.int32(0), x[r, 64 * g : 64 * g + 64], row[64 * g : 64 * g + 64]
+                for k in range(64):
+                    part = np.int32(part + np.int32(values[k]) * np.int32(xs[k]))
+                total += np.float32(part) * gains[n, g]
+            out[r, n] = total * scales[r]
+
+
+@_parallel
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray, scale: float, out: np.ndarray) -> None:
+    """Attention of one query a row: q (B, H, K), k and v (B, S, G, K), out (B, H, K).
+
+    `seen` (b, S) is true where a key is seen, b being B or 1; without columns, all are. A query that sees none gives 0.
+    A thread takes neighbouring heads and goes from key to key, so that it reads memory in order.
+    """
+    batch, heads, width = q.shape
+    keys, groups = k.shape[1], k.shape[2]
+    each, masked = heads // groups, seen.shape[1] > 0
+    parts = min(groups, -(-4 // batch))
+    for task in numba.prange(batch * parts):
+        b, part = task // parts, task % parts
+        first, last = part * groups // parts * each, (part + 1) * groups // parts * each
+        scores = np.empty((last - first, keys), np.float32)
+        row = b % seen.shape[0]
+        for s in range(keys):
+            hidden = masked and not seen[row, s]
+            for h in range(first, last):
+                score = np.float32(0)
+                for i in range(width):
+                    score += q[b, h, i] * k[b, s, h // each, i]
+                scores[h - first, s] = -np.float32(np.inf) if hidden else score * np.float32(scale)
+        for h in range(first, last):
+            _softmax(scores[h - first])
+            for i in range(width):
+                out[b, h, i] = 0
+        for s in range(keys):
+            if not (masked and not seen[row, s]):
+                for h in range(first, last):
+                    weight = scores[h - first, s]
+                    for i in range(width):
+                        out[b, h, i] += weight * v[b, s, h // each, i]
+
+
+@_serial
+def _softmax(x: np.ndarray) -> None:
+    """In place; where all is -inf, zeros."""
+    best, total = -np.float32(np.inf), np.float32(0)
+    for i in range(len(x)):
+        best = max(best, x[i])
+    if best == -np.inf:
+        x[:] = 0
+        return
+    for i in range(len(x)):
+        x[i] = math.exp(x[i] - best)
+        total += x[i]
+    for i in range(len(x)):
+        x[i] /= total
+
+
+@_serial
+def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, first: int, step: int, out: np.ndarray) -> None:
+    """Turn pairs of channels of x (B, H, K) by cos and sin (b, half): channel step · i pairs with step · i + first.
+
+    step 1 and first half is the layout "half", step 2 and first 1 the interleaved one. Channels beyond stay.
+    """
+    half = cos.shape[1]
+    for b in range(x.shape[0]):
+        row = b % cos.shape[0]
+        for h in range(x.shape[1]):
+            for i in range(half):
+                a, c = x[b, h, step * i], x[b, h, step * i + first]
+                out[b, h, step * i] = a * cos[row, i] - c * sin[row, i]
+                out[b, h, step * i + first] = c * cos[row, i] + a * sin[row, i]
+            for i in range(2 * half, x.shape[2]):
+                out[b, h, i] = x[b, h, i]
+
+
+@_serial
+def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, out: np.ndarray) -> None:
+    """x (R, K) / sqrt(mean(x²) + eps) · gain."""
+    for r in range(x.shape[0]):
+        total = np.float32(0)
+        for k in range(x.shape[1]):
+            total += x[r, k] * x[r, k]
+        scale = np.float32(1 / math.sqrt(total / x.shape[1] + eps))
+        for k in range(x.shape[1]):
+            out[r, k] = x[r, k] * scale * gain[k]
+
+
+@_serial
+def layer_norm(x: np.ndarray, gain: np.ndarray, shift: np.ndarray, eps: float, out: np.ndarray) -> None:
+    """(x - mean) / sqrt(variance + eps) · gain + shift, for x (R, K); an empty shift is none."""
+    width = x.shape[1]
+    for r in range(x.shape[0]):
+        mean = np.float32(0)
+        for k in range(width):
+            mean += x[r, k]
+        mean /= np.float32(width)
+        total = np.float32(0)
+        for k in range(width):
+            out[r, k] = x[r, k] - mean
+            total += out[r, k] * out[r, k]
+        scale = np.float32(1 / math.sqrt(total / width + eps))
+        for k in range(width):
+            out[r, k] = out[r, k] * scale * gain[k]
+        for k in range(len(shift)):
+            out[r, k] += shift[k]
+
+
+def product(x: np.ndarray, weight: tuple[np.ndarray, ...], bias: np.ndarray, out: np.ndarray) -> None:
+    """out = x Wᵀ + b for a weight as (floats,), (int8, gain a row) or (int4, gains a group). An empty bias is none."""
+    raise NotImplementedError("only compiled loops call it")
+
+
+@overload(product)
+def _product(x: Any, weight: Any, bias: Any, out: Any) -> Any:
+    if len(weight) == 0:
+        return lambda x, weight, bias, out: None
+    if len(weight) == 1:
+
+        def floats(x: Any, weight: Any, bias: Any, out: Any) -> None:
+            linear_float(x, weight[0], out)
+            _add(out, bias)
+
+        return floats
+    loop = linear_int8 if weight[1].ndim == 1 else linear_int4
+    each = 1 if weight[1].ndim == 1 else 2
+
+    def integers(x: Any, weight: Any, bias: Any, out: Any) -> None:
+        short = np.zeros((x.shape[0], each * weight[0].shape[1]), np.int16)
+        scales = np.empty(x.shape[0], np.float32)
+        rounded(x, short, scales)
+        loop(short, scales, weight[0], weight[1], out)
+        _add(out, bias)
+
+    return integers
+
+
+@_serial
+def _add(x: np.ndarray, bias: np.ndarray) -> None:
+    for r in range(x.shape[0]):
+        for k in range(len(bias)):
+            x[r, k] += bias[k]
+
+
+@_serial
+def _normed(x: np.ndarray, norm: tuple[np.ndarray, np.ndarray, float, bool]) -> np.ndarray:
+    """x behind (gain, shift, eps, whether the mean is taken off)."""
+    gain, shift, eps, centred = norm
+    out = np.empty_like(x)
+    if centred:
+        layer_norm(x, gain, shift, eps, out)
+    else:
+        rms_norm(x, gain, eps, out)
+    return out
+
+
+@_parallel
+def _activate(x: np.ndarray, activation: int) -> None:
+    """In place: 0 relu, 1 gelu, 2 gelu_tanh, 3 silu, 4 relu2."""
+    width = x.shape[1]
+    for i in numba.prange(x.size):
+        v = x[i // width, i % width]
+        if activation == 1:
+            v = v * np.float32(0.5) * (np.float32(1) + math.erf(v * np.float32(math.sqrt(0.5))))
+        elif activation == 2:
+            inner = np.float32(math.sqrt(2 / math.pi)) * (v + np.float32(0.044715) * v * v * v)
+            v = np.float32(0.5) * v * (np.float32(1) + math.tanh(inner))
+        elif activation == 3:
+            v = v / (np.float32(1) + math.exp(-v))
+        else:
+            v = max(v, np.float32(0))
+            v = v * v if activation == 4 else v
+        x[i // width, i % width] = v
+
+
+@_serial
+def attention_in(x: Any, norm: Any, weights: Any, biases: Any, turn: Any, q: Any, k: Any, v: Any) -> None:
+    """The first half of an attention branch: x (B, D), normed, becomes q (B, H, K), k and v (B, G, K), turned."""
+    normed = _normed(x, norm)
+    rows = x.shape[0]
+    product(normed, weights[0], biases[0], q.reshape(rows, -1))
+    product(normed, weights[1], biases[1], k.reshape(rows, -1))
+    product(normed, weights[2], biases[2], v.reshape(rows, -1))
+    cos, sin, first, step = turn
+    if cos.shape[1]:
+        rotate(q, cos, sin, first, step, q)
+        rotate(k, cos, sin, first, step, k)
+
+
+@_serial
+def attention_out(x: Any, q: Any, k: Any, v: Any, seen: Any, scale: float, weight: Any, bias: Any, out: Any) -> None:
+    """The second half: out (B, D) = x + attention(q, k, v) Wᵀ + b."""
+    heads = np.empty_like(q)
+    attend(q, k, v, seen, scale, heads)
+    product(heads.reshape(x.shape[0], -1), weight, bias, out)
+    for r in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            out[r, i] += x[r, i]
+
+
+@_serial
+def feed_forward(x: Any, norm: Any, up: Any, gate: Any, down: Any, biases: Any, activation: int, out: Any) -> None:
+    """out (R, D) = x + ffn(norm(x)); an empty gate is a dense feed-forward, whose `up` is activated."""
+    normed = _normed(x, norm)
+    hidden = np.empty((x.shape[0], up[0].shape[0]), np.float32)
+    product(normed, up, biases[0], hidden)
+    if len(gate):
+        gates = np.empty_like(hidden)
+        product(normed, gate, biases[1], gates)
+        _activate(gates, activation)
+        for r in range(x.shape[0]):
+            for i in range(hidden.shape[1]):
+                hidden[r, i] *= gates[r, i]
+    else:
+        _activate(hidden, activation)
+    product(hidden, down, biases[2], out)
+    for r in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            out[r, i] += x[r, i]

@@ -1,0 +1,116 @@
+"""Quantize: the weights of linear maps in 8 or 4 bits, for models that are read and not trained.
+
+    af.quantize(model, "int8")          # in place; af.save and af.load keep it so
+
+int8 has one gain for each row of a weight, int4 one for each 64 weights of a row; weights are rounded to the nearest
+step, and no text is asked for to calibrate. Embeddings, norms and routers stay as they are; a tied head gets a table of
+its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int8, UInt8
+from torch import Tensor, nn
+
+from anyformer.accelerate.operators import GROUP, operators
+from anyformer.model import Transformer
+from anyformer.parts.head import LMHeadModule
+
+__all__ = ["Bits", "QuantizedHead", "QuantizedLinear", "quantize", "quantized"]
+
+Bits = Literal["int8", "int4"]
+
+
+def quantize(model: Transformer, bits: Bits) -> Transformer:
+    """Replace every linear map and the head over the vocabulary, in place; gives the model back.
+
+    Raises ValueError for other bits, for a model that is quantized already, and if there is nothing to replace.
+    """
+    if bits not in get_args(Bits):
+        raise ValueError(f"a model is quantized to int8 or int4, but {bits!r} is asked for")
+    known = quantized(model)
+    if known is not None:
+        raise ValueError(f"the model is quantized to {known} already: load it anew")
+    found = list(_linears(model))
+    if not found:
+        raise ValueError("the model has no linear map to quantize")
+    for parent, name, module in found:
+        new = QuantizedHead(module, bits) if isinstance(module, LMHeadModule) else QuantizedLinear(module, bits)
+        setattr(parent, name, new.train(module.training))
+    return model
+
+
+def quantized(model: nn.Module) -> Bits | None:
+    """To what the model is quantized; None if it is not."""
+    return next((m.bits for m in model.modules() if isinstance(m, QuantizedLinear | QuantizedHead)), None)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | LMHeadModule]]:
+    """Each module to replace, with its parent and its name there. A router is small, and its choices are delicate."""
+    for parent in list(model.modules()):
+        for name, module in parent.named_children():
+            if (isinstance(module, nn.Linear) and name != "router") or isinstance(module, LMHeadModule):
+                yield parent, name, module
+
+
+class QuantizedLinear(nn.Module):
+    """x Wᵀ + b with W in few bits."""
+
+    def __init__(self, linear: nn.Linear, bits: Bits) -> None:
+        super().__init__()
+        self.bits, self.bias = bits, linear.bias
+        self.weight, self.gain = _rounded(linear.weight, bits)
+
+    def forward(self, x: Float[Tensor, "*B K"]) -> Float[Tensor, "*B N"]:
+        return _product(self, x)
+
+
+class QuantizedHead(LMHeadModule):
+    """Logits from a table in few bits."""
+
+    def __init__(self, head: LMHeadModule, bits: Bits) -> None:
+        nn.Module.__init__(self)
+        self.bits, self.bias, self.scale, self.softcap = bits, head.bias, head.scale, head.softcap
+        self.weight, self.gain = _rounded(head.weight, bits)
+
+    def project(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
+        return _product(self, x)
+
+
+def _product(module: QuantizedLinear | QuantizedHead, x: Tensor) -> Tensor:
+    operator = operators.linear_int8 if module.bits == "int8" else operators.linear_int4
+    y: Tensor = operator(x, module.weight, module.gain, module.bias)
+    return y
+
+
+def _rounded(weight: Float[Tensor, "N K"], bits: Bits) -> tuple[nn.Parameter, nn.Parameter]:
+    integers, gain = (round_int8 if bits == "int8" else round_int4)(weight.detach())
+    return nn.Parameter(integers, requires_grad=False), nn.Parameter(gain, requires_grad=False)
+
+
+def round_int8(weight: Float[Tensor, "N K"]) -> tuple[Int8[Tensor, "N K"], Float[Tensor, "N"]]:
+    """weight ≈ integers · gain, from -127 to 127."""
+    gain = weight.float().abs().amax(1) / 127
+    return _steps(weight.float(), gain[:, None]).to(torch.int8), gain
+
+
+def round_int4(weight: Float[Tensor, "N K"]) -> tuple[UInt8[Tensor, "N half"], Float[Tensor, "N groups"]]:
+    """weight ≈ (integers - 8) · gain, from 0 to 15; a row is filled up with zeros to whole groups.
+
+    The number of the largest weight of a group is 0 or 16 - which is cut to 15 -, so that all 16 are of use. A byte
+    holds one number of the first half of its row in its lower four bits, and one of the second half in its upper four.
+    """
+    groups = nn.functional.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    gain = largest / -8
+    numbers = (_steps(groups, gain) + 8).clamp(max=15).to(torch.uint8).flatten(1)
+    low, high = numbers.chunk(2, 1)
+    return low | high << 4, gain[:, :, 0]
+
+
+def _steps(weight: Tensor, gain: Tensor) -> Tensor:
+    return (weight / gain.masked_fill(gain == 0, 1.0)).round()
