@@ -59,10 +59,10 @@ def _gather(module: nn.Module) -> None:
     needs one look into the page table, not 512. Numpy asks for such pages, torch does not."""
     weights = list(module.parameters())
     places = list(itertools.accumulate((-(-weight.nbytes // _LINE) * _LINE for weight in weights), initial=0))
-    memory = torch.from_numpy(np.empty(places.pop(), np.uint8))
+    memory = np.empty(places.pop(), np.uint8)
     for weight, place in zip(weights, places, strict=True):
-        home = memory[place : place + weight.nbytes].view(weight.dtype).view(weight.shape)
-        weight.data = home.copy_(weight.data)
+        home = torch.from_numpy(memory[place : place + weight.nbytes])  # a storage of its own, so that it pickles alone
+        weight.data = home.view(weight.dtype).view(weight.shape).copy_(weight.data)
 
 
 def _few(x: Tensor) -> bool:

@@ -38,7 +38,7 @@ class FusedBlock(BlockModule):
     """A block whose branches run fused where they can, in a step of decoding."""
 
     def forward(self, x: Float[Tensor, "B T D"], ctx: Context, stores: list[Any] | None = None) -> Result:
-        if stores is None or x.shape[1] != 1 or not _plain(x) or ctx.kernel is not None:
+        if stores is None or x.shape[1] != 1 or not _plain(x) or ctx.kernel is not None or self.training:
             return super().forward(x, ctx, stores)
         for branch, store in zip(self.branches(), stores, strict=True):
             step = _step(branch)
@@ -52,9 +52,9 @@ def fuses(block: BlockModule) -> bool:
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether the loops apply: float32 on a CPU, no gradient, and no compiler that looks on."""
+    """Whether the loops apply: rows of float32 on a CPU, no gradient, and no compiler that looks on."""
     eager = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return eager and x.dtype == torch.float32 and x.device.type == "cpu" and op.loops() is not None
+    return eager and len(x) > 0 and x.dtype == torch.float32 and x.device.type == "cpu" and op.loops() is not None
 
 
 def _step(branch: BranchModule) -> AttentionStep | FeedForwardStep | None:
@@ -71,46 +71,63 @@ def _kind(branch: BranchModule) -> type[AttentionStep] | type[FeedForwardStep] |
     lone = isinstance(branch.post, nn.Identity) and isinstance(branch.after, nn.Identity) and branch.scale == 1.0
     if not lone or not isinstance(branch.pre, RMSNormModule | LayerNormModule):
         return None
-    if isinstance(branch.op, DenseFFNModule | GatedFFNModule):
-        return FeedForwardStep
+    if type(branch.op) in (DenseFFNModule, GatedFFNModule):
+        return FeedForwardStep if _are_maps(branch.op, "up", "down", "gate") else None
     return AttentionStep if _is_plain_attention(branch.op) else None
 
 
 def _is_plain_attention(module: nn.Module) -> bool:
-    if type(module) is not AttentionModule:
+    if type(module) is not AttentionModule or not _are_maps(module, "q", "k", "v", "out"):
         return False
     spec, turns = module.spec, isinstance(module.position, RotaryModule)
     still = type(module.position) is PositionModule and type(module.position.spec) is Position
     return spec.qk_norm is None and spec.softcap is None and spec.pattern.heads_alike and (turns or still)
 
 
+def _are_maps(module: nn.Module, *names: str) -> bool:
+    """Whether these children, as far as there are any, are maps that the loops know."""
+    return all(isinstance(getattr(module, name, None), nn.Linear | QuantizedLinear | None) for name in names)
+
+
 class _Arrays:
     """Weights as arrays over the same memory, and a note of where that memory is."""
 
     def __init__(self) -> None:
-        self.at: list[tuple[Tensor, int]] = []
+        self.parts: list[tuple[dict[str, Any], str, nn.Module]] = []
+        self.at: list[tuple[dict[str, Any], str, int]] = []
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of the model makes its own."""
+        return type(None), ()
 
     def moved(self) -> bool:
-        """Whether a weight lies elsewhere than it did, as after `model.to(...)`."""
-        return any(tensor.data_ptr() != place for tensor, place in self.at)
+        """Whether a part was replaced, or a weight lies elsewhere than it did, as after `model.to(...)`."""
+        replaced = any(held[name] is not part for held, name, part in self.parts)
+        return replaced or any(held[name].data_ptr() != place for held, name, place in self.at)
 
-    def array(self, tensor: Tensor) -> np.ndarray:
-        self.at.append((tensor, tensor.data_ptr()))
-        return tensor.detach().numpy()
+    def part(self, module: nn.Module, name: str) -> Any:
+        part = getattr(module, name)
+        self.parts.append((module._modules, name, part))
+        return part
+
+    def array(self, module: nn.Module, name: str) -> np.ndarray:
+        tensor = getattr(module, name)
+        self.at.append((module._parameters, name, tensor.data_ptr()))
+        array: np.ndarray = tensor.detach().numpy()
+        return array
 
     def weight(self, linear: Any) -> tuple[np.ndarray, ...]:
-        held = (linear.weight, linear.gain) if isinstance(linear, QuantizedLinear) else (linear.weight,)
-        return tuple(self.array(tensor) for tensor in held)
+        names = ("weight", "gain") if isinstance(linear, QuantizedLinear) else ("weight",)
+        return tuple(self.array(linear, name) for name in names)
 
     def bias(self, linear: Any) -> np.ndarray:
-        return NONE if linear.bias is None else self.array(linear.bias)
+        return NONE if linear.bias is None else self.array(linear, "bias")
 
-    def norm(self, norm: Any) -> tuple[np.ndarray, np.ndarray, float, bool]:
+    def norm(self, norm: Any) -> tuple[np.ndarray, np.ndarray, float, float, bool]:
+        gain = self.array(norm, "weight")
         if isinstance(norm, LayerNormModule):
-            shift = NONE if norm.bias is None else self.array(norm.bias)
-            return self.array(norm.weight), shift, norm.spec.eps, True
-        gain = self.array(norm.weight)
-        return (gain + np.float32(norm.spec.offset) if norm.spec.offset else gain), NONE, norm.spec.eps, False
+            return gain, self.bias(norm), 0.0, norm.spec.eps, True
+        return gain, NONE, norm.spec.offset, norm.spec.eps, False
 
 
 class AttentionStep(_Arrays):
@@ -118,12 +135,12 @@ class AttentionStep(_Arrays):
 
     def __init__(self, branch: BranchModule) -> None:
         super().__init__()
-        module = branch.op
+        module = self.part(branch, "op")
         assert isinstance(module, AttentionModule)
-        self.module, self.before = module, self.norm(branch.pre)
-        self.weights = tuple(self.weight(linear) for linear in (module.q, module.k, module.v))
-        self.biases = tuple(self.bias(linear) for linear in (module.q, module.k, module.v))
-        self.out, self.out_bias = self.weight(module.out), self.bias(module.out)
+        self.module, self.before = module, self.norm(self.part(branch, "pre"))
+        linears, out = [self.part(module, name) for name in ("q", "k", "v")], self.part(module, "out")
+        self.weights, self.biases = tuple(map(self.weight, linears)), tuple(map(self.bias, linears))
+        self.out, self.out_bias = self.weight(out), self.bias(out)
 
     def __call__(self, x: Float[Tensor, "B 1 D"], ctx: Context, store: Any) -> Float[Tensor, "B 1 D"]:
         module, loops, batch = self.module, op.loops(), len(x)
@@ -158,12 +175,13 @@ class FeedForwardStep(_Arrays):
 
     def __init__(self, branch: BranchModule) -> None:
         super().__init__()
-        module = branch.op
+        module = self.part(branch, "op")
         assert isinstance(module, DenseFFNModule | GatedFFNModule)
-        self.before, gate = self.norm(branch.pre), getattr(module, "gate", None)
-        self.up, self.down = self.weight(module.up), self.weight(module.down)
+        self.before, up, down = self.norm(self.part(branch, "pre")), self.part(module, "up"), self.part(module, "down")
+        gate = self.part(module, "gate") if isinstance(module, GatedFFNModule) else None
+        self.up, self.down = self.weight(up), self.weight(down)
         self.gate = () if gate is None else self.weight(gate)
-        self.biases = (self.bias(module.up), NONE if gate is None else self.bias(gate), self.bias(module.down))
+        self.biases = (self.bias(up), NONE if gate is None else self.bias(gate), self.bias(down))
         self.activation = ACTIVATIONS.index(module.spec.activation)
 
     def __call__(self, x: Float[Tensor, "B 1 D"], ctx: Context, store: Any) -> Float[Tensor, "B 1 D"]:

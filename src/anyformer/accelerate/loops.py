@@ -8,11 +8,14 @@ code is kept on disk, so that only the first process waits for the compiler.
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import numba
 import numpy as np
 from numba.extending import overload
+
+from anyformer.accelerate.operators import GROUP
 
 __all__ = [
     "attend",
@@ -33,7 +36,7 @@ _FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; NaN and inf
 _BLOCK = 512  # products of 8 and 16 bits whose sum is sure to fit 32 bits
 
 _AVAILABLE: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-_threads = 0
+_here = threading.local()  # Numba's count is each thread's own
 
 _parallel = numba.njit(parallel=True, fastmath=_FAST, cache=True, nogil=True)
 _serial = numba.njit(fastmath=_FAST, cache=True, nogil=True)
@@ -41,10 +44,9 @@ _serial = numba.njit(fastmath=_FAST, cache=True, nogil=True)
 
 def use_threads(count: int) -> None:
     """Work on so many threads, or on all there are."""
-    global _threads
-    if _threads != count:
+    if getattr(_here, "count", 0) != count:
         numba.set_num_threads(min(count, _AVAILABLE))
-        _threads = count
+        _here.count = count
 
 
 @_parallel
@@ -87,12 +89,14 @@ def linear_float(x: np.ndarray, w: np.ndarray, out: np.ndarray) -> None:
 
 @_serial
 def rounded(x: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
-    """x (R, K) in 16 bits: values × scale, one scale a row; the largest of a row becomes 32767."""
+    """x (R, K) in 16 bits: values × scale, one scale a row; the largest of a row becomes 32767. A row that holds
+    NaN or infinity has the scale NaN."""
     for r in range(x.shape[0]):
-        top = np.float32(0)
+        top, finite = np.float32(0), np.float32(0)
         for k in range(x.shape[1]):
             top = max(top, abs(x[r, k]))
-        scales[r] = top / np.float32(32767)
+            finite += x[r, k] * np.float32(0)
+        scales[r] = top / np.float32(32767) + finite
         inverse = np.float32(32767) / top if top > 0 else np.float32(0)
         for k in range(x.shape[1]):
             values[r, k] = np.int16(np.rint(x[r, k] * inverse))
@@ -123,27 +127,30 @@ def linear_int8(x: np.ndarray, scales: np.ndarray, w: np.ndarray, gains: np.ndar
 
 
 @_parallel
-def linear_int4(x: np.ndarray, scales: np.ndarray, w: np.ndarray, gains: np.ndarray, out: np.ndarray) -> None:
-    """out (R, N) = (x · scales) wᵀ, for x (R, K) in 16 bits and w (N, K / 2), two weights of 4 bits, plus 8, in a byte.
+def linear_int4(x: np.ndarray, w: np.ndarray, gains: np.ndarray, out: np.ndarray) -> None:
+    """out (R, N) = x (R, K) wᵀ, for w (N, K / 2), two numbers of 4 bits in a byte, and K a multiple of 64.
 
-    The lower halves of a row's bytes are its first weights, the upper ones the others; each 64 have a gain (N, K / 64).
+    The lower halves of a row's bytes are its first numbers, the upper ones the others. A weight is number · gain +
+    least with a pair of these for each 32, in `gains` (N, K / 32, 2). Each row of w is written
+    out, and then met by all of x.
     """
     rows, width = x.shape
-    half = width // 2
+    half, groups = width // 2, width // GROUP // 2
     for n in numba.prange(w.shape[0]):
-        row, ws = np.empty(width, np.int8), w[n]
-        first, second = row[:half], row[half:]
-        for k in range(half):
-            first[k] = np.int8(ws[k] & np.uint8(15)) - np.int8(8)
-            second[k] = np.int8(ws[k] >> np.uint8(4)) - np.int8(8)
+        row = np.empty(width, np.float32)
+        for g in range(groups):
+            begin, end = g * GROUP, (g + 1) * GROUP
+            both, low, high = w[n, begin:end], row[begin:end], row[half + begin : half + end]
+            low_gain, low_least = gains[n, g, 0], gains[n, g, 1]
+            high_gain, high_least = gains[n, groups + g, 0], gains[n, groups + g, 1]
+            for k in range(GROUP):
+                low[k] = np.float32(np.int32(both[k] & np.uint8(15))) * low_gain + low_least
+                high[k] = np.float32(np.int32(both[k] >> np.uint8(4))) * high_gain + high_least
         for r in range(rows):
             total = np.float32(0)
-            for g in range(gains.shape[1]):
-                part, xs, values = np.int32(0), x[r, 64 * g : 64 * g + 64], row[64 * g : 64 * g + 64]
-                for k in range(64):
-                    part = np.int32(part + np.int32(values[k]) * np.int32(xs[k]))
-                total += np.float32(part) * gains[n, g]
-            out[r, n] = total * scales[r]
+            for k in range(width):
+                total += row[k] * x[r, k]
+            out[r, n] = total
 
 
 @_parallel
@@ -156,7 +163,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray, scale:
     batch, heads, width = q.shape
     keys, groups = k.shape[1], k.shape[2]
     each, masked = heads // groups, seen.shape[1] > 0
-    parts = min(groups, -(-4 // batch))
+    parts = min(groups, -(-4 // max(batch, 1)))
     for task in numba.prange(batch * parts):
         b, part = task // parts, task % parts
         first, last = part * groups // parts * each, (part + 1) * groups // parts * each
@@ -216,15 +223,15 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, first: int, step: in
 
 
 @_serial
-def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, out: np.ndarray) -> None:
-    """x (R, K) / sqrt(mean(x²) + eps) · gain."""
+def rms_norm(x: np.ndarray, gain: np.ndarray, offset: float, eps: float, out: np.ndarray) -> None:
+    """x (R, K) / sqrt(mean(x²) + eps) · (offset + gain)."""
     for r in range(x.shape[0]):
         total = np.float32(0)
         for k in range(x.shape[1]):
             total += x[r, k] * x[r, k]
         scale = np.float32(1 / math.sqrt(total / x.shape[1] + eps))
         for k in range(x.shape[1]):
-            out[r, k] = x[r, k] * scale * gain[k]
+            out[r, k] = x[r, k] * scale * (gain[k] + np.float32(offset))
 
 
 @_serial
@@ -263,17 +270,23 @@ def _product(x: Any, weight: Any, bias: Any, out: Any) -> Any:
             _add(out, bias)
 
         return floats
-    loop = linear_int8 if weight[1].ndim == 1 else linear_int4
-    each = 1 if weight[1].ndim == 1 else 2
+    if weight[1].ndim == 1:
 
-    def integers(x: Any, weight: Any, bias: Any, out: Any) -> None:
-        short = np.zeros((x.shape[0], each * weight[0].shape[1]), np.int16)
-        scales = np.empty(x.shape[0], np.float32)
-        rounded(x, short, scales)
-        loop(short, scales, weight[0], weight[1], out)
+        def int8(x: Any, weight: Any, bias: Any, out: Any) -> None:
+            short, scales = np.empty(x.shape, np.int16), np.empty(x.shape[0], np.float32)
+            rounded(x, short, scales)
+            linear_int8(short, scales, weight[0], weight[1], out)
+            _add(out, bias)
+
+        return int8
+
+    def int4(x: Any, weight: Any, bias: Any, out: Any) -> None:
+        filled = np.zeros((x.shape[0], 2 * weight[0].shape[1]), np.float32)
+        filled[:, : x.shape[1]] = x
+        linear_int4(filled, weight[0], weight[1], out)
         _add(out, bias)
 
-    return integers
+    return int4
 
 
 @_serial
@@ -284,14 +297,14 @@ def _add(x: np.ndarray, bias: np.ndarray) -> None:
 
 
 @_serial
-def _normed(x: np.ndarray, norm: tuple[np.ndarray, np.ndarray, float, bool]) -> np.ndarray:
-    """x behind (gain, shift, eps, whether the mean is taken off)."""
-    gain, shift, eps, centred = norm
+def _normed(x: np.ndarray, norm: tuple[np.ndarray, np.ndarray, float, float, bool]) -> np.ndarray:
+    """x behind (gain, shift, offset, eps, whether the mean is taken off)."""
+    gain, shift, offset, eps, centred = norm
     out = np.empty_like(x)
     if centred:
         layer_norm(x, gain, shift, eps, out)
     else:
-        rms_norm(x, gain, eps, out)
+        rms_norm(x, gain, offset, eps, out)
     return out
 
 

@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from anyformer.parts import position
+from anyformer.parts.precision import at_least_float32
 
 __all__ = ["FEW", "GROUP", "has_numba", "loops", "operators"]
 
 FEW = 16
 """Rows up to which a loop that reads the weights once is faster than a product of matrices."""
 
-GROUP = 64
-"""4-bit weights of a row that share one gain."""
+GROUP = 32
+"""4-bit weights of a row that share a gain and an offset."""
 
 _library = torch.library.Library("anyformer", "DEF")
 operators = torch.ops.anyformer
@@ -71,8 +72,8 @@ def _linear_int8(x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor | None) -
 
 
 def _linear_int4(x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-    numbers = torch.cat((weight & 15, weight >> 4), 1).to(x.dtype) - 8
-    values = numbers.unflatten(1, (-1, GROUP)) * gain[:, :, None].to(x.dtype)
+    numbers = torch.cat((weight & 15, weight >> 4), 1).to(x.dtype).unflatten(1, (-1, GROUP))
+    values = numbers * gain[:, :, :1].to(x.dtype) + gain[:, :, 1:].to(x.dtype)
     return linear(x, values.flatten(1)[:, : x.shape[-1]], bias)
 
 
@@ -80,7 +81,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) 
     scores = torch.einsum("bgek,bsgk->bges", q.unflatten(1, (k.shape[2], -1)), k) * scale
     if seen is not None:
         scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)  # a query that sees nothing
+    weights = scores.softmax(-1)
+    if seen is not None:
+        weights = weights.masked_fill(~seen[:, None, None], 0.0)  # also for a query that sees nothing
     return torch.einsum("bges,bsgk->bgek", weights, v).flatten(1, 2)
 
 
@@ -89,7 +92,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
 
 def _rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    return rms_norm(x, gain.shape, gain, eps)
+    wide = at_least_float32(x)
+    return rms_norm(wide, gain.shape, gain.to(wide.dtype), eps).to(x.dtype)
 
 
 PLAIN: dict[str, Callable[..., Tensor]] = {
@@ -114,27 +118,26 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @_operator("linear_int8(Tensor x, Tensor weight, Tensor gain, Tensor? bias) -> Tensor")
 def _(x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-    """weight (N, K) in int8, gain (N,)."""
-    return _linear_few_bits("linear_int8", x, weight, gain, bias, x.shape[-1])
+    """weight (N, K) in int8, gain (N,). A few rows of x are rounded to 16 bits, and meet the integers as they are."""
+    loop, rows = _for(x, gain), x.numel() // x.shape[-1]
+    if loop is None or rows > FEW:
+        return _linear_int8(x, weight, gain, bias)
+    out = torch.empty(*x.shape[:-1], len(weight))
+    short, scales = torch.empty(rows, x.shape[-1], dtype=torch.int16).numpy(), torch.empty(rows).numpy()
+    loop.rounded(_rows(x), short, scales)
+    loop.linear_int8(short, scales, weight.numpy(), gain.numpy(), _rows(out))
+    return out if bias is None else out.add_(bias)
 
 
 @_operator("linear_int4(Tensor x, Tensor weight, Tensor gain, Tensor? bias) -> Tensor")
 def _(x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-    """weight (N, K / 2) in bytes of two, gain (N, K / 64), K filled up to a multiple of 64."""
-    return _linear_few_bits("linear_int4", x, weight, gain, bias, 2 * weight.shape[1])
-
-
-def _linear_few_bits(name: str, x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor | None, width: int) -> Tensor:
-    """A few rows of x, rounded to 16 bits and filled up to `width`, meet the integers as they are."""
+    """weight (N, K / 2) in bytes of two, gain (N, K / 32, 2), K filled up to a multiple of 64."""
     loop = _for(x, gain)
-    rows = x.numel() // x.shape[-1]
-    if loop is None or rows > FEW:
-        plain: Tensor = PLAIN[name](x, weight, gain, bias)
-        return plain
+    if loop is None or x.numel() > FEW * x.shape[-1]:
+        return _linear_int4(x, weight, gain, bias)
     out = torch.empty(*x.shape[:-1], len(weight))
-    short, scales = torch.zeros(rows, width, dtype=torch.int16).numpy(), torch.empty(rows).numpy()
-    loop.rounded(_rows(x), short, scales)
-    getattr(loop, name)(short, scales, weight.numpy(), gain.numpy(), _rows(out))
+    filled = torch.nn.functional.pad(x, (0, 2 * weight.shape[1] - x.shape[-1]))
+    loop.linear_int4(_rows(filled), weight.numpy(), gain.numpy(), _rows(out))
     return out if bias is None else out.add_(bias)
 
 
@@ -168,7 +171,7 @@ def _(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     if loop is None:
         return _rms_norm(x, gain, eps)
     out = torch.empty(x.shape)
-    loop.rms_norm(_rows(x), gain.numpy(), eps, _rows(out))
+    loop.rms_norm(_rows(x), gain.numpy(), 0.0, eps, _rows(out))
     return out
 
 

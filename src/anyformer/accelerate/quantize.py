@@ -2,9 +2,10 @@
 
     af.quantize(model, "int8")          # in place; af.save and af.load keep it so
 
-int8 has one gain for each row of a weight, int4 one for each 64 weights of a row; weights are rounded to the nearest
+int8 has one gain for each row of a weight, int4 a gain and an offset for each 32
+weights of a row; weights are rounded to the nearest
 step, and no text is asked for to calibrate. Embeddings, norms and routers stay as they are; a tied head gets a table of
-its own.
+its own, which is int8 in both: the logits feel every error of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from anyformer.accelerate.operators import GROUP, operators
 from anyformer.model import Transformer
-from anyformer.parts.head import LMHeadModule
+from anyformer.parts.head import LMHeadModule, MaskedLMHeadModule
 
 __all__ = ["Bits", "QuantizedHead", "QuantizedLinear", "quantize", "quantized"]
 
@@ -50,10 +51,12 @@ def quantized(model: nn.Module) -> Bits | None:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | LMHeadModule]]:
-    """Each module to replace, with its parent and its name there. A router is small, and its choices are delicate."""
+    """Each module to replace, with its parent and its name there. A router is small, and its choices are delicate;
+    a head that is more than a table keeps it."""
     for parent in list(model.modules()):
         for name, module in parent.named_children():
-            if (isinstance(module, nn.Linear) and name != "router") or isinstance(module, LMHeadModule):
+            kept = name == "router" or isinstance(module, MaskedLMHeadModule)
+            if isinstance(module, nn.Linear | LMHeadModule) and not kept:
                 yield parent, name, module
 
 
@@ -63,10 +66,12 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, bits: Bits) -> None:
         super().__init__()
         self.bits, self.bias = bits, linear.bias
-        self.weight, self.gain = _rounded(linear.weight, bits)
+        self.weight, self.gain = _fixed(*(round_int8 if bits == "int8" else round_int4)(linear.weight.detach()))
 
     def forward(self, x: Float[Tensor, "*B K"]) -> Float[Tensor, "*B N"]:
-        return _product(self, x)
+        operator = operators.linear_int8 if self.bits == "int8" else operators.linear_int4
+        y: Tensor = operator(x, self.weight, self.gain, self.bias)
+        return y
 
 
 class QuantizedHead(LMHeadModule):
@@ -75,20 +80,14 @@ class QuantizedHead(LMHeadModule):
     def __init__(self, head: LMHeadModule, bits: Bits) -> None:
         nn.Module.__init__(self)
         self.bits, self.bias, self.scale, self.softcap = bits, head.bias, head.scale, head.softcap
-        self.weight, self.gain = _rounded(head.weight, bits)
+        self.weight, self.gain = _fixed(*round_int8(head.weight.detach()))
 
     def project(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
-        return _product(self, x)
+        y: Tensor = operators.linear_int8(x, self.weight, self.gain, self.bias)
+        return y
 
 
-def _product(module: QuantizedLinear | QuantizedHead, x: Tensor) -> Tensor:
-    operator = operators.linear_int8 if module.bits == "int8" else operators.linear_int4
-    y: Tensor = operator(x, module.weight, module.gain, module.bias)
-    return y
-
-
-def _rounded(weight: Float[Tensor, "N K"], bits: Bits) -> tuple[nn.Parameter, nn.Parameter]:
-    integers, gain = (round_int8 if bits == "int8" else round_int4)(weight.detach())
+def _fixed(integers: Tensor, gain: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
     return nn.Parameter(integers, requires_grad=False), nn.Parameter(gain, requires_grad=False)
 
 
@@ -98,18 +97,17 @@ def round_int8(weight: Float[Tensor, "N K"]) -> tuple[Int8[Tensor, "N K"], Float
     return _steps(weight.float(), gain[:, None]).to(torch.int8), gain
 
 
-def round_int4(weight: Float[Tensor, "N K"]) -> tuple[UInt8[Tensor, "N half"], Float[Tensor, "N groups"]]:
-    """weight ≈ (integers - 8) · gain, from 0 to 15; a row is filled up with zeros to whole groups.
+def round_int4(weight: Float[Tensor, "N K"]) -> tuple[UInt8[Tensor, "N half"], Float[Tensor, "N groups 2"]]:
+    """weight ≈ integers · gain + least, from 0 to 15, with (gain, least) for each group; as GGUF's Q4_1.
 
-    The number of the largest weight of a group is 0 or 16 - which is cut to 15 -, so that all 16 are of use. A byte
-    holds one number of the first half of its row in its lower four bits, and one of the second half in its upper four.
+    A row is filled up to a multiple of 64. A byte holds one number of the first half of its row in its lower four bits,
+    and one of the second half in its upper four.
     """
-    groups = nn.functional.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    gain = largest / -8
-    numbers = (_steps(groups, gain) + 8).clamp(max=15).to(torch.uint8).flatten(1)
-    low, high = numbers.chunk(2, 1)
-    return low | high << 4, gain[:, :, 0]
+    groups = nn.functional.pad(weight.float(), (0, -weight.shape[1] % (2 * GROUP))).unflatten(1, (-1, GROUP))
+    least, most = groups.aminmax(dim=2, keepdim=True)
+    gain = (most - least) / 15
+    low, high = _steps(groups - least, gain).to(torch.uint8).flatten(1).chunk(2, 1)
+    return low | high << 4, torch.cat((gain, least), 2)
 
 
 def _steps(weight: Tensor, gain: Tensor) -> Tensor:

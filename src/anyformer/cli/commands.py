@@ -203,6 +203,19 @@ def convert(source: str, target: Path, form: str, dtype: str | None) -> None:
     click.echo(f"wrote {target}")
 
 
+@cli.command()
+@click.argument("source")
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--bits", type=click.Choice(["int8", "int4"]), default="int8", show_default=True)
+@click.option("--text", type=click.Path(path_type=Path), help="What to measure on.  [default: a file of Python's own]")
+@DTYPE
+def quantize(source: str, target: Path, **choices: Any) -> None:
+    """Round the weights of SOURCE to few bits, write the model to TARGET, and say what that costs."""
+    from anyformer.cli.quantizing import quantize as quantize_model
+
+    quantize_model(source, target, **choices)
+
+
 def _spec(source: str, settings: tuple[str, ...]) -> Any:
     """The spec of a preset, a file or a run, with --set applied."""
     import yaml
