@@ -38,6 +38,10 @@ bench-attention: $(INSTALLED)  ## long and sparse attention against its peers: s
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/linear_attention.py
 
+bench-decode: $(INSTALLED)  ## generation against llama.cpp and transformers: some ten minutes; results in benchmarks/results
+	$(BIN)/pip install -q -c constraints.txt -e .[bench]
+	$(BIN)/python benchmarks/decode.py
+
 format: $(INSTALLED)  ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -52,4 +56,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e .[dev]
 	touch $(INSTALLED)
 
-.PHONY: help demo test check test-fast test-slow bench bench-attention format clean
+.PHONY: help demo test check test-fast test-slow bench bench-attention bench-decode format clean

@@ -317,7 +317,7 @@ FUSED = {"llama", "gpt2", "offset", "interleaved", "yarn", "window", "sinks", "r
 }
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", sorted(FUSED))
 def test_what_the_loops_know_runs_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above would say little of the fused steps."""
     ran: list[str] = []

@@ -1,22 +1,22 @@
 """Fast: parts that decode at the speed of the memory, put in place of the built ones.
 
-    af.accelerate(model)        # the same numbers within rounding; prompts and training go the old way
+    af.accelerate(model)        # the same numbers within rounding; training goes the old way
 
-For one table says which class takes whose place: the weights stay where they are, under their names.
+One table says which class takes whose place; weights keep their names. What is compiled is loaded at the first step of
+decoding, so that a prompt need not wait for it.
 """
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from anyformer.accelerate.fused import FusedBlock, fuses
+from anyformer.accelerate import operators as op
+from anyformer.accelerate.fused import FusedBlock, fuses, gather
 from anyformer.accelerate.operators import FEW, has_numba, operators
 from anyformer.block import BlockModule
 from anyformer.context import Context
@@ -32,8 +32,6 @@ from anyformer.tokens import Tokens
 
 __all__ = ["FAST", "STEP", "accelerate"]
 
-_LINE = 64  # bytes of a line of the processor's cache
-
 
 def accelerate(model: Transformer) -> Transformer:
     """Make decoding on a CPU fast, in place; gives the model back. Without Numba nothing changes but for a warning."""
@@ -42,9 +40,6 @@ def accelerate(model: Transformer) -> Transformer:
             "numba is not installed, so decoding runs in plain torch: pip install anyformer[fast]", stacklevel=2
         )
         return model
-    for part in (*model.modules(),) if model.device.type == "cpu" else ():
-        if isinstance(part, BlockModule | LMHeadModule):
-            _gather(part)
     for module in model.modules():
         module.__class__ = FAST.get(type(module), type(module))
         if isinstance(module, AttentionModule):
@@ -54,20 +49,9 @@ def accelerate(model: Transformer) -> Transformer:
     return model
 
 
-def _gather(module: nn.Module) -> None:
-    """Move the weights of a part into one piece of memory, which the system may then map in large pages: a read of 2 MB
-    needs one look into the page table, not 512. Numpy asks for such pages, torch does not."""
-    weights = list(module.parameters())
-    places = list(itertools.accumulate((-(-weight.nbytes // _LINE) * _LINE for weight in weights), initial=0))
-    memory = np.empty(places.pop(), np.uint8)
-    for weight, place in zip(weights, places, strict=True):
-        home = torch.from_numpy(memory[place : place + weight.nbytes])  # a storage of its own, so that it pickles alone
-        weight.data = home.view(weight.dtype).view(weight.shape).copy_(weight.data)
-
-
 def _few(x: Tensor) -> bool:
-    """Whether this is a step of decoding: a few tokens, and no gradient."""
-    return not torch.is_grad_enabled() and x.numel() <= FEW * x.shape[-1]
+    """Whether these are few rows that need no gradient, and the loops are there."""
+    return op.ready.loaded and not torch.is_grad_enabled() and x.numel() <= FEW * x.shape[-1]
 
 
 class FastLinear(nn.Linear):
@@ -81,17 +65,26 @@ class FastLMHead(LMHeadModule):
     """The same for the logits."""
 
     def project(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
-        return operators.linear(x, self.weight, self.bias) if _few(x) else super().project(x)
+        if not _few(x):
+            return super().project(x)
+        gather(self)
+        return operators.linear(x, self.weight, self.bias)
 
 
 class FastRMSNorm(RMSNormModule):
+    """A norm in one pass over its rows, however many."""
+
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        return operators.rms_norm(x, self.gain(), self.spec.eps) if _few(x) else super().forward(x)
+        if torch.is_grad_enabled() or not op.ready.loaded:
+            return super().forward(x)
+        return operators.rms_norm(x, self.gain(), self.spec.eps)
 
 
 class FastRotary(RotaryModule):
+    """Heads turned in one pass."""
+
     def at_heads(self, x: Float[Tensor, "B T H K"], tokens: Tokens, ctx: Context) -> Float[Tensor, "B T H K"]:
-        if x.shape[1] != 1 or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not op.ready.loaded:
             return super().at_heads(x, tokens, ctx)
         spec = self.spec
         assert isinstance(spec, Rotary)

@@ -7,6 +7,7 @@ a branch has that no loop knows (a norm behind its op, soft-caps, ALiBi, experts
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,12 @@ from anyformer.parts.norm import LayerNormModule, RMSNormModule
 from anyformer.parts.op import Result
 from anyformer.parts.position import Position, PositionModule, Rotary, RotaryModule
 
-__all__ = ["FusedBlock", "fuses"]
+__all__ = ["FusedBlock", "fuses", "gather"]
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "relu2")
 NONE = np.empty(0, np.float32)
 UNTURNED = (np.empty((1, 0), np.float32), np.empty((1, 0), np.float32), 0, 1)
+_LINE = 64  # bytes of a line of the processor's cache
 ALL_SEEN = np.empty((1, 0), np.bool_)
 
 
@@ -40,6 +42,7 @@ class FusedBlock(BlockModule):
     def forward(self, x: Float[Tensor, "B T D"], ctx: Context, stores: list[Any] | None = None) -> Result:
         if stores is None or x.shape[1] != 1 or not _plain(x) or ctx.kernel is not None or self.training:
             return super().forward(x, ctx, stores)
+        gather(self)
         for branch, store in zip(self.branches(), stores, strict=True):
             step = _step(branch)
             x = branch(x, ctx.at(store))[0] if step is None else step(x, ctx, store)
@@ -49,6 +52,21 @@ class FusedBlock(BlockModule):
 def fuses(block: BlockModule) -> bool:
     """Whether any branch of this block can run fused."""
     return block.join == "sequence" and any(_kind(branch) is not None for branch in block.branches())
+
+
+def gather(module: nn.Module) -> None:
+    """Move the weights of a part into one piece of memory, once, which the system may then map in large pages: a read
+    of 2 MB needs one look into the page table, not 512. Numpy asks for such pages, torch does not."""
+    if "_gathered" in module.__dict__ or torch.compiler.is_compiling():
+        return
+    module.__dict__["_gathered"] = True
+    weights = [weight for weight in module.parameters() if weight.device.type == "cpu"]
+    places = list(itertools.accumulate((-(-weight.nbytes // _LINE) * _LINE for weight in weights), initial=0))
+    memory = np.empty(places.pop(), np.uint8)
+    for weight, place in zip(weights, places, strict=True):
+        with torch.inference_mode(weight.is_inference()), torch.no_grad():
+            home = torch.from_numpy(memory[place : place + weight.nbytes])  # a storage of its own: it pickles alone
+            weight.data = home.view(weight.dtype).view(weight.shape).copy_(weight.data)
 
 
 def _plain(x: Tensor) -> bool:

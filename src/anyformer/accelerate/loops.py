@@ -208,7 +208,8 @@ def _softmax(x: np.ndarray) -> None:
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, first: int, step: int, out: np.ndarray) -> None:
     """Turn pairs of channels of x (B, H, K) by cos and sin (b, half): channel step · i pairs with step · i + first.
 
-    step 1 and first half is the layout "half", step 2 and first 1 the interleaved one. Channels beyond stay.
+    Row r of x turns by row r mod b. step 1 and first half is the layout "half", step 2 and first 1 the interleaved one.
+    Channels beyond stay.
     """
     half = cos.shape[1]
     for b in range(x.shape[0]):

@@ -20,7 +20,7 @@ from torch.nn.functional import linear, rms_norm
 from anyformer.parts import position
 from anyformer.parts.precision import at_least_float32
 
-__all__ = ["FEW", "GROUP", "has_numba", "loops", "operators"]
+__all__ = ["FEW", "GROUP", "has_numba", "loops", "operators", "ready"]
 
 FEW = 16
 """Rows up to which a loop that reads the weights once is faster than a product of matrices."""
@@ -42,9 +42,19 @@ def _found() -> ModuleType | None:
     return importlib.import_module("anyformer.accelerate.loops") if has_numba() else None
 
 
+class _Ready:
+    """Whether the loops are in memory: what can wait for a step of decoding does not load them for a prompt."""
+
+    loaded = False
+
+
+ready = _Ready()
+
+
 def loops() -> Any:
     """The compiled loops, on as many threads as torch has; None without Numba."""
     found = _found()
+    ready.loaded = found is not None
     if found is not None:
         found.use_threads(torch.get_num_threads())
     return found
@@ -155,13 +165,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Ten
 
 @_operator("rotate(Tensor x, Tensor cos, Tensor sin, str layout) -> Tensor")
 def _(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """x (B, 1, H, K), cos and sin (b, 1, 1, half)."""
+    """x (B, T, H, K), cos and sin (b, T, 1, half)."""
     loop = _for(x, cos)
     if loop is None:
         return _rotate(x, cos, sin, layout)
     out = torch.empty(x.shape)
     first, step = (cos.shape[-1], 1) if layout == "half" else (1, 2)
-    loop.rotate(x.numpy()[:, 0], cos.numpy()[:, 0, 0], sin.numpy()[:, 0, 0], first, step, out.numpy()[:, 0])
+    heads, cos_rows, sin_rows = x.flatten(0, 1).numpy(), cos.flatten(0, 2).numpy(), sin.flatten(0, 2).numpy()
+    loop.rotate(heads, cos_rows, sin_rows, first, step, out.flatten(0, 1).numpy())
     return out
 
 

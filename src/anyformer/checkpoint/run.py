@@ -26,7 +26,9 @@ def save_run(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None
     folder = Path(folder)
     write_text(folder / SPEC, model.spec.to_yaml())
     bits = quantized(model)
-    if bits is not None:
+    if bits is None:
+        (folder / QUANTIZED).unlink(missing_ok=True)
+    else:
         write_text(folder / QUANTIZED, json.dumps({"bits": bits}) + "\n")
     if tokenizer is not None:
         tokenizer.save(folder)

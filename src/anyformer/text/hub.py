@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def _of_json(folder: Path) -> Tokenizer:
     if data.get("kind") == "byte":
         return ByteTokenizer()
     _check_merges(data.get("model"), path)
-    backend = build.damaged(lambda: tokenizers.Tokenizer.from_str(json.dumps(data)), repr(str(path)))
+    backend = build.damaged(lambda: tokenizers.Tokenizer.from_str(path.read_text("utf-8")), repr(str(path)))
     rare = "\u1234"  # some kinds fail for want of a token for the unknown
     build.damaged(lambda: backend.encode(rare, add_special_tokens=False), repr(str(path)))
     _add_from(read_optional(folder, "tokenizer_config.json"), backend)
