@@ -263,7 +263,7 @@ class Script(nn.Module):
         return self.logs.to(x.dtype)[x.argmax(-1)]
 
 
-def test_fault_the_prompt_does_not_count_in_the_divisor_and_the_end_does() -> None:
+def test_fault_61_the_prompt_does_not_count_in_the_divisor_and_the_end_does() -> None:
     """-2.7 / 3 beats -2.0 / 2; with ten tokens of a prompt it would not."""
     script = Script({START: {A: -1.0, B: -0.9}, A: {END: -1.0}, B: {C: -0.9}, C: {END: -0.9}})
     options: dict[str, Any] = {"num_beams": 2, "num_return": 2, "max_new_tokens": 3, "end_ids": [END]}
@@ -274,7 +274,7 @@ def test_fault_the_prompt_does_not_count_in_the_divisor_and_the_end_does() -> No
     assert (best.ids, best.score, second.score) == ([A, END], pytest.approx(-2.0), pytest.approx(-2.7))
 
 
-def test_fault_a_long_text_may_still_win() -> None:
+def test_fault_61_a_long_text_may_still_win() -> None:
     """-1.0 has ended; -3.3 of three tokens is -1.1 now, and -0.33 as ten tokens."""
     table = {START: {A: -1.0}, A: {B: -1.0}, B: {END: -1.0, C: -1.3}, C: {D: 0.0}, D: {D: 0.0}}
     for stopping, ids, score, calls in (
@@ -289,7 +289,7 @@ def test_fault_a_long_text_may_still_win() -> None:
         assert (best.ids, best.score, script.calls) == (ids, pytest.approx(score), calls)
 
 
-def test_fault_below_zero_the_shortest_length_is_the_best_that_can_come() -> None:
+def test_fault_61_below_zero_the_shortest_length_is_the_best_that_can_come() -> None:
     """-0.9 · 2 may still beat -2.0 · 2; -0.9 · 10 could not."""
     script = Script({START: {A: -0.5, END: -1.2}, A: {B: -0.4, END: -1.5}, B: {END: 0.0}})
     for stopping, second in (("never", -2.7), (False, -2.7), (True, -4.0)):
@@ -338,7 +338,7 @@ def test_sums_of_half_precision_are_kept_in_float32() -> None:
     assert made[0][0].logprob == pytest.approx(-50 * math.log(MANY), abs=1e-3)
 
 
-def test_fault_numbers_that_are_none_are_found() -> None:
+def test_numbers_that_are_none_are_found() -> None:
     with pytest.raises(ValueError, match="look for NaN or overflow"):
         beam_search(Script({START: {A: math.nan}}).model(), [[START]], max_new_tokens=2)
 

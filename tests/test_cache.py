@@ -26,7 +26,8 @@ from anyformer import (
     TransformerSpec,
     Window,
 )
-from anyformer.cache import Cache
+from anyformer.cache import Cache, Rows
+from anyformer.model import States
 
 VOCAB, CLOSE = 13, 1e-10
 
@@ -47,6 +48,19 @@ def build(mixer: Mixer, position: Learned | None = None, source: bool = False) -
     encoder = (Block.pre(Attention(2, pattern=Window(5)), DenseFFN(16), norm=LayerNorm()),) if source else ()
     spec = TransformerSpec(8, VOCAB, embed=Embed(position=position), encoder=encoder, decoder=(block, block))
     return spec.build(dtype=torch.float64).eval()
+
+
+def read_with(model: Transformer, ids: list[int], source: Tensor, max_len: int) -> Rows:
+    """A cache of one row that has read `ids` beside `source`."""
+    cache = model.new_rows(1, max_len)
+    model(torch.tensor([ids]), source=source, cache=cache)
+    return cache
+
+
+def beside(lengths: list[int], width: int) -> States:
+    """What rows with sources of these lengths are told: which columns are real. Hidden states must not be read."""
+    real = torch.arange(width) < torch.tensor(lengths)[:, None]
+    return States(torch.full((*real.shape, 8), torch.nan), Tokens.padded(real))
 
 
 def text(*shape: int, seed: int = 0) -> Tensor:
@@ -201,6 +215,62 @@ def test_rows_come_and_go(name: str, position: Learned | None) -> None:
         for row, one in texts.items():
             one.append(int(new[row]))
             torch.testing.assert_close(found[row], model(torch.tensor([one]))[0, -1], rtol=0, atol=CLOSE)
+
+
+def test_rows_with_sources_come_and_go() -> None:
+    """A short source; beside it a longer one, whose row then has a shorter one; then the longest, and the shortest."""
+    model = build(MIXERS["full"], source=True)
+    rows, widest = model.new_rows(3, 12), 0
+    texts: dict[int, list[int]] = {}
+    sources: dict[int, Tensor] = {}
+    for step, (row, length) in enumerate([(0, 3), (1, 7), (1, 2), (0, 9), (0, 1)]):
+        texts[row], sources[row] = text(2, seed=step).tolist(), text(1, length, seed=20 + step)
+        rows.put(row, read_with(model, texts[row], sources[row], max_len=12))
+        widest = max(widest, length)
+        memory = beside([sources[row].shape[1] if row in sources else 0 for row in range(3)], widest)
+        for again in range(2):
+            pos = torch.tensor([[len(texts.get(row, ()))] for row in range(3)])
+            seg = torch.tensor([[int(row in texts) - 1] for row in range(3)])
+            new = text(3, 1, seed=40 + 2 * step + again)
+            found = model(new, Tokens(pos, seg), memory=memory, cache=rows)[:, 0]
+            for row, one in texts.items():
+                one.append(int(new[row]))
+                alone = model(torch.tensor([one]), source=sources[row])[0, -1]
+                torch.testing.assert_close(found[row], alone, rtol=0, atol=CLOSE)
+    assert rows.stores[0][1].nbytes == 2 * 3 * 9 * 8 * 8  # type: ignore[union-attr]
+
+
+def test_a_source_leaves_nothing_behind_under_a_shorter_one() -> None:
+    """Not even NaN, which would show through a mask, as 0 · NaN."""
+    model, source = build(MIXERS["full"], source=True), text(1, 2, seed=1)
+    rows, long = model.new_rows(1, 4), read_with(model, [1], text(1, 6), max_len=4)
+    for store in (stores[1] for stores in long.stores):
+        for buffer in store.buffers():  # type: ignore[union-attr]
+            buffer.fill_(torch.nan)
+    rows.put(0, long)
+    rows.put(0, read_with(model, [1], source, max_len=4))
+    found = model(torch.tensor([[2]]), Tokens.arange(1, 1, start=1), memory=beside([2], 6), cache=rows)
+    torch.testing.assert_close(found, model(torch.tensor([[1, 2]]), source=source)[:, 1:], rtol=0, atol=CLOSE)
+
+
+def test_a_copy_of_a_row_goes_on_with_its_source() -> None:
+    """The source may be encoded anew for the copy, not for the original; what is put into one, the other never sees."""
+    model, source, ids = build(MIXERS["full"], source=True), text(1, 5, seed=1), text(1, 4)
+    cache = read_with(model, ids[0, :2].tolist(), source, max_len=6)
+    copies = [cache.copy(), cache.copy()]
+    assert [other.nbytes for other in copies] == [cache.nbytes] * 2
+    copies[1].put(0, read_with(model, [3], text(1, 5, seed=2), max_len=6))
+    found = model(ids[:, 2:], memory=model.encode(source), cache=copies[0])
+    torch.testing.assert_close(found, model(ids, source=source)[:, 2:], rtol=0, atol=CLOSE)
+    torch.testing.assert_close(cache.stores[0][1].buffers(), copies[0].stores[0][1].buffers())  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="another encoder output"):
+        model(ids[:, 2:], memory=model.encode(source), cache=cache)
+
+
+def test_a_row_that_has_read_no_source_is_refused() -> None:
+    model = build(MIXERS["full"], source=True)
+    with pytest.raises(ValueError, match="this row has read no source yet: let the model read a piece"):
+        model.new_rows(2, 4).put(0, model.new_rows(1, 4))
 
 
 def test_rows_end_where_their_positions_end() -> None:

@@ -1,5 +1,6 @@
 """Documents that can run, run: Python snippets of README and docs, and the commands that the README names."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -50,7 +51,8 @@ def published() -> None:
     )
     af.save(spec.build(), "MODEL")
     backend.save("MODEL/tokenizer.json")
-    Path("MODEL", "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    Path("MODEL", "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": template}))
     af.convert("MODEL", "MODEL.gguf", "gguf")
 
 
@@ -59,7 +61,7 @@ def test_commands_of_the_readme_run_in_their_order(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text("Call me Ishmael. Some years ago, never mind how long precisely.\n" * 80)
     published()
-    order = ["--yaml", "train gpt-mini", "train my-model", "generate", "show", "convert", "inspect"]
+    order = ["--yaml", "train gpt-mini", "train my-model", "generate", "show", "convert", "inspect", "anyformer"]
     known = sorted(commands(), key=lambda line: next(i for i, word in enumerate(order) if word in line))
     assert len(known) >= 6
     for line in known:

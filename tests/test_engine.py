@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -28,11 +31,40 @@ MIXERS: dict[str, tuple[Any, Any]] = {
 }
 
 
+T5_BIAS = af.RelativeBias(num_buckets=8, max_distance=16, bidirectional=True)
+SOURCES: dict[str, tuple[Any, Any, Any]] = {
+    "t5": (
+        af.Block.pre(
+            af.Attention(2, pattern=af.Window(4), position=T5_BIAS), af.DenseFFN(8, bias=False), norm=af.RMSNorm()
+        ),
+        af.Block.pre(
+            af.Attention(2, position=T5_BIAS.replace(bidirectional=False)),
+            af.CrossAttention(2, scale=1.0),
+            af.DenseFFN(8, bias=False),
+            norm=af.RMSNorm(),
+        ),
+        None,
+    ),
+    "bart": (
+        af.Block.post(af.Attention(2, pattern=af.Full(), bias=("q",)), af.DenseFFN(8), norm=af.LayerNorm()),
+        af.Block.post(
+            af.Attention(2, bias=("q",)), af.CrossAttention(2, 1, bias=("k",)), af.DenseFFN(8), norm=af.LayerNorm()
+        ),
+        af.Learned(MAX_LEN, offset=2),
+    ),
+}
+
+
 def build(name: str = "full", *others: str) -> af.Transformer:
-    """A tiny decoder in float64, with weights large enough for every token to matter."""
-    blocks = [af.Block.pre(MIXERS[n][0], af.DenseFFN(8), norm=af.RMSNorm()) for n in (name, *(others or (name,)))]
-    embed = af.Embed(position=MIXERS[name][1], tied=False)
-    model = af.TransformerSpec(8, VOCAB, embed=embed, decoder=blocks).build(dtype=torch.float64).eval()
+    """A tiny decoder, or encoder-decoder, in float64, with weights large enough for every token to matter."""
+    if name in SOURCES:
+        encoder, decoder, position = SOURCES[name]
+        stacks = {"encoder": (encoder,) * 2, "decoder": (decoder,) * 2}
+    else:
+        position, names = MIXERS[name][1], (name, *(others or (name,)))
+        stacks = {"decoder": tuple(af.Block.pre(MIXERS[n][0], af.DenseFFN(8), norm=af.RMSNorm()) for n in names)}
+    embed = af.Embed(position=position, tied=False)
+    model = af.TransformerSpec(8, VOCAB, embed=embed, **stacks).build(dtype=torch.float64).eval()
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.5)
     return model
@@ -42,6 +74,23 @@ def prompt(chance: random.Random, least: int = 6, most: int = 30) -> list[int]:
     """Half of them begin with the same tokens."""
     own = [chance.randrange(VOCAB) for _ in range(chance.randint(least, most))]
     return [*range(20), *own[: most - 20]] if chance.random() < 0.5 else own
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Shapes are not checked, which takes longer than the sums: for what other tests run with checks."""
+    known = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", known)
+
+
+@unchecked()
+def alone(model: af.Transformer, ids: list[int], source: list[int] | None = None, **choices: Any) -> af.Generation:
+    """What `generate` makes of one prompt."""
+    return af.generate(model, [ids], source=None if source is None else torch.tensor([source]), **choices)
 
 
 def drive(engine: Engine, most: int = 1000) -> dict[int, list[Event]]:
@@ -77,19 +126,37 @@ def test_requests_that_come_and_go_get_what_they_get_alone(name: str, seed: int)
     chance = random.Random(f"{name} {seed}")
     model, rows = build(name), chance.randint(1, 4)
     engine = Engine(model, max_rows=rows, max_len=MAX_LEN, prefill_chunk=chance.choice([3, 7, 64]), prefixes=2)
-    asked: dict[int, tuple[list[int], dict[str, Any]]] = {}
+    come_and_go(engine, chance, 7, lambda: {"ids": prompt(chance), "max_new_tokens": chance.choice([1, 4, 18, 30])})
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_requests_with_sources_get_what_they_get_alone(name: str, rows: int) -> None:
+    """Sources of 1 to 20 tokens beside prompts of 1 to 5, read in pieces of 3."""
+    chance = random.Random(f"{name} {rows}")
+    engine = Engine(build(name), max_rows=rows, max_len=MAX_LEN, prefill_chunk=3)
+
+    def ask() -> dict[str, Any]:
+        ids, source = ([chance.randrange(VOCAB) for _ in range(chance.choice(n))] for n in ((1, 1, 5), (1, 3, 8, 20)))
+        return {"ids": ids, "source": source, "max_new_tokens": chance.choice([1, 4, 12])}
+
+    come_and_go(engine, chance, 8, ask)
+
+
+@unchecked()
+def come_and_go(engine: Engine, chance: random.Random, count: int, ask: Callable[[], dict[str, Any]]) -> None:
+    """Submits, cancels and steps at random, and compares with `generate`."""
+    asked: dict[int, dict[str, Any]] = {}
     said: dict[int, list[Event]] = {}
     cancelled: set[int] = set()
     for step in range(400):
-        if len(asked) < 7 and chance.random() < 0.4:
-            choices = {
+        if len(asked) < count and chance.random() < 0.4:
+            choices = ask() | {
                 "sampling": af.Sampling(temperature=chance.choice([0.0, 1.0]), top_k=8, seed=step),
-                "max_new_tokens": chance.choice([1, 4, 18, 30]),
                 "end_ids": [chance.randrange(VOCAB), 3],
                 "min_new_tokens": chance.choice([0, 5]),
             }
-            ids = prompt(chance)
-            asked[engine.submit(ids, **choices)] = (ids, choices)
+            asked[engine.submit(**choices)] = choices
         if asked and chance.random() < 0.04:
             number = chance.choice(list(asked))
             ended = any(event.reason for event in said.get(number, []))
@@ -98,18 +165,17 @@ def test_requests_that_come_and_go_get_what_they_get_alone(name: str, seed: int)
         for event in engine.step():
             assert event.request not in cancelled
             said.setdefault(event.request, []).append(event)
-        assert engine.running <= rows
-        if len(asked) == 7 and not engine.busy:
+        assert engine.running <= engine.max_rows
+        if len(asked) == count and not engine.busy:
             break
     assert not engine.busy
-    for number, (ids, choices) in asked.items():
-        choices["max_new_tokens"] = min(choices["max_new_tokens"], MAX_LEN - len(ids))
-        alone = af.generate(model, [ids], **choices)
-        made = said.get(number, [])
+    for number, choices in asked.items():
+        choices["max_new_tokens"] = min(choices["max_new_tokens"], MAX_LEN - len(choices["ids"]))
+        lone, made = alone(engine.model, **choices), said.get(number, [])
         if number in cancelled:
-            assert tokens(made) == alone.ids[0][: len(made)]
+            assert tokens(made) == lone.ids[0][: len(made)]
         else:
-            assert (tokens(made), made[-1].reason) == (alone.ids[0], alone.reasons[0])
+            assert (tokens(made), made[-1].reason) == (lone.ids[0], lone.reasons[0])
             assert [event.reason for event in made[:-1]] == [None] * (len(made) - 1)
 
 
@@ -120,13 +186,13 @@ def test_layers_of_several_kinds_and_penalties() -> None:
     made = Engine(model, max_rows=2, max_len=MAX_LEN, prefill_chunk=4).run(prompts, sampling=sampling, max_new_tokens=9)
     for row, ids in enumerate(prompts):
         one = af.Sampling(**{**vars(sampling), "seed": sampling.seed[row]})  # type: ignore[index]
-        assert made.ids[row] == af.generate(model, [ids], sampling=one, max_new_tokens=9).ids[0]
+        assert made.ids[row] == alone(model, ids, sampling=one, max_new_tokens=9).ids[0]
 
 
 def test_one_seed_for_a_list_gives_each_prompt_its_own() -> None:
     model = build()
     made = Engine(model, max_rows=2, max_len=MAX_LEN).run([[1], [1]], sampling=af.Sampling(seed=5), max_new_tokens=8)
-    assert made.ids == [af.generate(model, [[1]], temperature=1.0, seed=s, max_new_tokens=8).ids[0] for s in (5, 6)]
+    assert made.ids == [alone(model, [1], temperature=1.0, seed=s, max_new_tokens=8).ids[0] for s in (5, 6)]
     assert made.ids[0] != made.ids[1]
 
 
@@ -160,7 +226,7 @@ def test_rows_go_on_while_a_long_prompt_is_read() -> None:
 
 
 @pytest.mark.parametrize("when", ["queued", "read", "running", "alone"])
-def test_a_cancelled_request_says_nothing_more_and_frees_its_row(when: str) -> None:
+def test_fault_80_a_cancelled_request_says_nothing_more_and_frees_its_row(when: str) -> None:
     model = build("recurrent", "full")
     engine = Engine(model, max_rows=2 - (when == "alone"), max_len=MAX_LEN, prefill_chunk=4)
     stays = None if when == "alone" else engine.submit([1, 2, 3], max_new_tokens=12)
@@ -173,10 +239,10 @@ def test_a_cancelled_request_says_nothing_more_and_frees_its_row(when: str) -> N
     follows = engine.submit([7, 7, 5], max_new_tokens=6)
     later = drive(engine)
     assert goes not in later
-    assert tokens(later[follows]) == af.generate(model, [[7, 7, 5]], max_new_tokens=6).ids[0]
+    assert tokens(later[follows]) == alone(model, [7, 7, 5], max_new_tokens=6).ids[0]
     if stays is not None:
         whole = [event for event in said if event.request == stays] + later[stays]
-        assert tokens(whole) == af.generate(model, [[1, 2, 3]], max_new_tokens=12).ids[0]
+        assert tokens(whole) == alone(model, [1, 2, 3], max_new_tokens=12).ids[0]
     assert not engine.cancel(follows)
     assert not engine.cancel(99)
 
@@ -188,9 +254,10 @@ def test_a_common_beginning_is_read_once_and_changes_nothing(name: str) -> None:
     prompts = [[*range(20), n, n + 1, n + 2] for n in range(1, 5)]
     engine = Engine(model, max_rows=2, max_len=MAX_LEN, prefill_chunk=8)
     plain = Engine(model, max_rows=2, max_len=MAX_LEN, prefill_chunk=8, prefixes=0)
-    made = engine.run(prompts, max_new_tokens=8)
-    assert made == plain.run(prompts, max_new_tokens=8)
-    assert made.ids == [af.generate(model, [ids], max_new_tokens=8).ids[0] for ids in prompts]
+    made = engine.run(prompts, max_new_tokens=4)
+    with unchecked():
+        assert made == plain.run(prompts, max_new_tokens=4)
+    assert made.ids == [alone(model, ids, max_new_tokens=4).ids[0] for ids in prompts]
     assert (engine.tokens_read, engine.tokens_reused) == (23 + 3 * 3, 3 * 20)
     assert (plain.tokens_read, plain.tokens_reused) == (4 * 23, 0)
     first_logits_are_those_of_the_full_pass(engine, [[*range(20), 8, n] for n in (1, 2)])
@@ -220,7 +287,7 @@ def test_equal_prompts_read_one_token_again_for_its_logits() -> None:
     model = build()
     engine = Engine(model, max_rows=2, max_len=MAX_LEN)
     made = engine.run([list(range(20))] * 3, max_new_tokens=5)
-    assert made.ids == [af.generate(model, [list(range(20))], max_new_tokens=5).ids[0]] * 3
+    assert made.ids == [alone(model, list(range(20)), max_new_tokens=5).ids[0]] * 3
     assert engine.tokens_read == 20 + 1 + 1
 
 
@@ -237,9 +304,7 @@ def test_a_kept_beginning_serves_prompts_that_begin_with_it_only() -> None:
     engine.keep(range(10))
     assert engine.tokens_read == 10
     prompts = [[*range(10), 3], [*range(9), 28, 3], list(range(10))]
-    assert engine.run(prompts, max_new_tokens=6).ids == [
-        af.generate(model, [ids], max_new_tokens=6).ids[0] for ids in prompts
-    ]
+    assert engine.run(prompts, max_new_tokens=6).ids == [alone(model, ids, max_new_tokens=6).ids[0] for ids in prompts]
     assert engine.tokens_reused == 10
 
 
@@ -276,7 +341,7 @@ def test_a_prompt_longer_than_a_window_and_a_full_row() -> None:
     engine = Engine(model, max_rows=2, max_len=16, prefill_chunk=3)
     ids = list(range(13))
     made = engine.run([ids, [5]], max_new_tokens=100)
-    assert made.ids == [af.generate(model, [i], max_new_tokens=16 - len(i)).ids[0] for i in (ids, [5])]
+    assert made.ids == [alone(model, i, max_new_tokens=16 - len(i)).ids[0] for i in (ids, [5])]
     assert made.reasons == ["length", "length"]
 
 
@@ -308,9 +373,16 @@ def test_engines_are_refused_with_a_reason() -> None:
         Engine(model, max_len=8, max_rows=0)
     with pytest.raises(ValueError, match="this engine keeps no beginnings"):
         Engine(model, max_len=8, prefixes=0).keep([1])
-    seq2seq = af.preset("t5-mini").replace("decoder.num_layers", 1).replace("encoder.num_layers", 1).replace(dim=16)
-    with pytest.raises(ValueError, match="sources of different lengths"):
-        Engine(seq2seq.build(), max_len=8)
+    with pytest.raises(ValueError, match="a decoder alone reads no source: leave `max_source` out"):
+        Engine(model, max_len=8, max_source=8)
+    with pytest.raises(ValueError, match="`max_source` must be at most the model's 48 positions, but is 49"):
+        Engine(build("bart"), max_source=49)
+    with pytest.raises(ValueError, match="`max_source` must be at least 1, but is 0"):
+        Engine(build("t5"), max_len=8, max_source=0)
+    with pytest.raises(ValueError, match="`memory` counts the sources too, and nothing says how long one may get"):
+        Engine(build("t5"), max_len=8, memory=10**9)
+    with pytest.raises(ValueError, match="no beginning of an encoder-decoder can be kept"):
+        Engine(build("t5"), max_len=8).keep([1])
     busy = Engine(model, max_len=8)
     busy.submit([1])
     with pytest.raises(ValueError, match="the engine has 1 requests, whose events would be lost"):
@@ -330,7 +402,8 @@ def test_memory_bounds_all_caches(monkeypatch: pytest.MonkeyPatch, caches: int, 
         engine.submit([*range(17), n % 3, n], max_new_tokens=20)
     most, running = 0, 0
     while engine.busy:
-        engine.step()
+        with unchecked():
+            engine.step()
         held = [engine._batch, engine._alone, *(cache for _, cache in engine._kept._kept)]
         held += [engine._reading.cache] if engine._reading else []
         most = max(most, sum(cache.nbytes for cache in held if cache is not None))
@@ -346,6 +419,71 @@ def test_memory_for_no_row_says_how_much_one_takes() -> None:
     assert one == 2 * 2 * MAX_LEN * 8 * 8  # layers, keys and values, positions, width, bytes
     with pytest.raises(ValueError, match=f"a row of 48 positions takes {one} bytes, but `memory` is {one - 1}"):
         Engine(model, max_len=MAX_LEN, memory=one - 1)
+
+
+def test_memory_bounds_caches_with_sources_too() -> None:
+    """A row takes its source's keys and values; three rows leave room for two and one that is read."""
+    model = build("bart")
+    one = model.new_rows(1, MAX_LEN).nbytes + 2 * 2 * 20 * 4 * 8  # layers, keys and values, positions, width, bytes
+    with pytest.raises(ValueError, match=f"a row of 48 positions takes {one} bytes"):
+        Engine(model, max_source=20, memory=one - 1)
+    engine = Engine(model, max_source=20, memory=3 * one)
+    assert engine.max_rows == 2
+    for n in range(6):
+        engine.submit([n], source=[5] * (20 - n % 3), max_new_tokens=5)
+    most = 0
+    while engine.busy:
+        with unchecked():
+            engine.step()
+        held = [engine._batch, engine._alone, engine._reading and engine._reading.cache]
+        most = max(most, sum(cache.nbytes for cache in held if cache is not None))
+        encoded = [request for request in engine._live.values() if request.memory is not None]
+        assert len(encoded) == (engine._alone is not None)
+    assert 2 * one <= most <= 3 * one
+
+
+def test_a_source_is_read_once_whatever_the_prompt() -> None:
+    """Also by prompts that are read in pieces, and that are equal: what they say depends on the source."""
+    model, lengths = build("t5"), []
+    prompts, sources = [list(range(20))] * 3, [[4, 5], [6, 7, 8, 9], [4]]
+    lone = [alone(model, *one, max_new_tokens=6).ids[0] for one in zip(prompts, sources, strict=True)]
+    assert model.encoder is not None
+    model.encoder.register_forward_hook(lambda module, given, result: lengths.append(given[0].shape[1]))
+    engine = Engine(model, max_rows=2, max_len=MAX_LEN, prefill_chunk=7)
+    assert engine.run(prompts, sources=sources, max_new_tokens=6).ids == lone
+    assert lone[0] != lone[1] != lone[2]
+    assert lengths == [2, 4, 1]
+    assert (engine.tokens_read, engine.tokens_reused) == (60, 0)
+
+
+def test_an_unusable_source_ends_its_own_request_only() -> None:
+    """Token 28 is NaN: it comes first, between others, and in a longer source than theirs."""
+    model = build("t5")
+    with torch.no_grad():
+        model.tokens.weight[28] = torch.nan
+    sources = [[28] * 3, [4, 5], [28] * 9, [6]]
+    made = Engine(model, max_rows=2, max_len=MAX_LEN).run([[1]] * 4, sources=sources, max_new_tokens=6)
+    assert made.ids[1::2] == [alone(model, [1], source, max_new_tokens=6).ids[0] for source in sources[1::2]]
+    assert [reason.startswith("error: the largest logit") for reason in made.reasons] == [True, False] * 2
+
+
+def test_sources_are_refused_with_a_reason() -> None:
+    engine = Engine(build("t5"), max_len=8, max_source=5)
+    for source, why in (
+        (None, "an encoder-decoder generates from a source: give `source` ids"),
+        ([], "the source is empty: give at least the end token"),
+        ([1] * 6, "a source of 6 tokens is longer than the engine's 5: shorten it"),
+        ([1, 29], "the source's ids must be 0 to 28, the vocabulary, but one is 29"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            engine.submit([1], source=source)
+    with pytest.raises(ValueError, match="1 sources are given for 2 prompts: give one for each"):
+        engine.run([[1], [2]], sources=[[1]])
+    with pytest.raises(ValueError, match="a decoder alone reads no source: leave `source` out"):
+        Engine(build(), max_len=8).submit([1], source=[1])
+    with pytest.raises(ValueError, match="longer than the engine's 48"):
+        Engine(build("bart")).submit([1], source=[1] * 49)
+    assert not engine.busy
 
 
 class Only:
@@ -374,7 +512,7 @@ def test_a_guide_leads_its_own_request_only() -> None:
     led = engine.submit([1, 2], max_new_tokens=6, guide=Only([4, 8, 15]))
     bad = engine.submit([1, 2], max_new_tokens=6, guide=Only([4, 8, 15], fails=2))
     events = drive(engine)
-    assert tokens(events[free]) == af.generate(model, [[1, 2]], max_new_tokens=6).ids[0]
+    assert tokens(events[free]) == alone(model, [1, 2], max_new_tokens=6).ids[0]
     assert (tokens(events[led]), events[led][-1].reason) == ([4, 8, 15], "end")
     assert tokens(events[bad]) == [4, 8]
     assert events[bad][-1] == Event(bad, None, "error", "'no such rule'")
@@ -392,8 +530,8 @@ def test_a_row_of_nan_ends_alone_and_leaves_nothing_behind(name: str) -> None:
     says = engine.submit([1, 2], max_new_tokens=20, guide=Only([5, 28, 6, 7]))
     after = engine.submit([4, 5], max_new_tokens=8)
     events = drive(engine)
-    assert tokens(events[good]) == af.generate(model, [[1, 2, 3]], max_new_tokens=20).ids[0]
-    assert tokens(events[after]) == af.generate(model, [[4, 5]], max_new_tokens=8).ids[0]
+    assert tokens(events[good]) == alone(model, [1, 2, 3], max_new_tokens=20).ids[0]
+    assert tokens(events[after]) == alone(model, [4, 5], max_new_tokens=8).ids[0]
     assert (tokens(events[reads]), tokens(events[says])) == ([], [5, 28])
     for number in (reads, says):
         assert events[number][-1].reason == "error"

@@ -422,6 +422,8 @@ def test_no_other_kernel_takes_heads_that_differ() -> None:
     ids=["multi_query", "across_groups", "uneven"],
 )
 def test_heads_that_cannot_be_taken_apart_are_refused(pattern: PerHead, heads: int, groups: int, why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        Attention(heads, num_kv_heads=groups, pattern=pattern)
     with pytest.raises(ValueError, match=f"no kernel can do this: by_head: {why}"):
         choose(asked(pattern, heads, groups), KERNELS)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from anyformer.parts.pattern import Pattern
 from anyformer.slots import Documents, Line, Places, Ring, Sinks, Slots
@@ -197,7 +197,9 @@ class Cache:
 class Rows(Cache):
     """A cache whose rows come and go, each at its own length. A row is read into a cache of its own, then `put` here.
 
-    `Rows(...)` for one row and for many keep a position in equal slots; `max_len` bounds each row's positions.
+    `Rows(...)` for one row and for many keep a position in equal slots; `max_len` bounds each row's positions. Sources
+    of an encoder-decoder stand side by side, from the first column on: after a `put`, the next piece is told a memory
+    as wide as the longest so far, whose tokens say which columns of each row are real; its hidden states are not read.
     """
 
     def _new_slots(self, reach: int, first: int) -> Slots:
@@ -216,6 +218,9 @@ class Rows(Cache):
         if self._documents is not None and other._documents is not None:
             self._documents.put(row, other._documents)
         for mine, its_store in zip(self._all(), other._all(), strict=True):
+            if isinstance(mine, Memory) and isinstance(its_store, Memory):
+                mine.put(row, its_store, self.batch)
+                continue
             for buffer, its_buffer in zip(mine.buffers(), its_store.buffers(), strict=True):
                 buffer[row] = its_buffer[0]
 
@@ -283,9 +288,26 @@ class Memory:
         other.kept = None if self.kept is None else (self.kept[0][rows], self.kept[1][rows])
         return other
 
+    def put(self, row: int, other: Memory, batch: int) -> None:
+        """Row `row` of `batch` goes on as the one row of `other`, with zeros behind; the next source is any."""
+        if other.kept is None:
+            raise ValueError("this row has read no source yet: let the model read a piece of its text before `put`")
+        none = [new.new_zeros(batch, 0, *new.shape[2:]) for new in other.kept]
+        k, v = (_with_row(old, row, new) for old, new in zip(self.kept or none, other.kept, strict=True))
+        self.kept, self.source = (k, v), None
+
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.kept) if self.kept else 0
+
+
+def _with_row(old: Float[Tensor, "B S G K"], row: int, new: Float[Tensor, "1 R G K"]) -> Float[Tensor, "B C G K"]:
+    """`old`, widened if need be, with `new` as its row and zeros behind it: NaN would show through a mask."""
+    length = new.shape[1]
+    if length > old.shape[1]:
+        old = nn.functional.pad(old, (0, 0, 0, 0, 0, length - old.shape[1]))
+    old[row, :length], old[row, length:] = new[0], 0
+    return old
 
 
 class State:

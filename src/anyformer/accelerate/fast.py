@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anyformer.accelerate import operators as op
-from anyformer.accelerate.fused import FusedBlock, fuses, gather
+from anyformer.accelerate.fused import FastGatedFFN, FusedBlock, fuses, gather
 from anyformer.accelerate.operators import FEW, has_numba, operators
 from anyformer.block import BlockModule
 from anyformer.context import Context
@@ -25,6 +25,7 @@ from anyformer.kernels.base import Kernel, Request
 from anyformer.kernels.sdpa import maskless
 from anyformer.model import Transformer
 from anyformer.parts.attention import AttentionModule
+from anyformer.parts.ffn import GatedFFNModule
 from anyformer.parts.head import LMHeadModule
 from anyformer.parts.norm import RMSNormModule
 from anyformer.parts.position import Rotary, RotaryModule
@@ -118,5 +119,6 @@ FAST: dict[type[nn.Module], Any] = {
     nn.Linear: FastLinear,
     LMHeadModule: FastLMHead,
     RMSNormModule: FastRMSNorm,
+    GatedFFNModule: FastGatedFFN,
     RotaryModule: FastRotary,
 }

@@ -25,9 +25,12 @@ from anyformer.parts.attention import AttentionModule
 from anyformer.parts.ffn import DenseFFNModule, GatedFFNModule
 from anyformer.parts.norm import LayerNormModule, RMSNormModule
 from anyformer.parts.op import Result
+from anyformer.parts.pattern import Pattern
 from anyformer.parts.position import Position, PositionModule, Rotary, RotaryModule
+from anyformer.parts.precision import saturate
+from anyformer.tokens import Tokens
 
-__all__ = ["FusedBlock", "fuses", "gather"]
+__all__ = ["FastGatedFFN", "FusedBlock", "fuses", "gather"]
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "relu2")
 NONE = np.empty(0, np.float32)
@@ -40,13 +43,25 @@ class FusedBlock(BlockModule):
     """A block whose branches run fused where they can, in a step of decoding."""
 
     def forward(self, x: Float[Tensor, "B T D"], ctx: Context, stores: list[Any] | None = None) -> Result:
-        if stores is None or x.shape[1] != 1 or not _plain(x) or ctx.kernel is not None or self.training:
+        step_only = stores is not None and x.shape[1] == 1 and ctx.kernel is None and not self.training
+        loops = op.loops() if step_only and _plain(x) else None
+        if stores is None or loops is None:
             return super().forward(x, ctx, stores)
         gather(self)
         for branch, store in zip(self.branches(), stores, strict=True):
             step = _step(branch)
-            x = branch(x, ctx.at(store))[0] if step is None else step(x, ctx, store)
+            x = branch(x, ctx.at(store))[0] if step is None else step(x, ctx, store, loops)
         return x, None
+
+
+class FastGatedFFN(GatedFFNModule):
+    """Without gradients, the gate's values may be written over."""
+
+    def forward(self, x: Float[Tensor, "*B D"], ctx: Context) -> Result:
+        if torch.is_grad_enabled() or self.training:
+            return super().forward(x, ctx)
+        hidden = saturate(self.activation(self.gate(x)).mul_(self.up(x)))
+        return saturate(self.down(hidden)), None
 
 
 def fuses(block: BlockModule) -> bool:
@@ -56,11 +71,13 @@ def fuses(block: BlockModule) -> bool:
 
 def gather(module: nn.Module) -> None:
     """Move the weights of a part into one piece of memory, once, which the system may then map in large pages: a read
-    of 2 MB needs one look into the page table, not 512. Numpy asks for such pages, torch does not."""
+    of 2 MB needs one look into the page table, not 512. Numpy asks for such pages, torch does not. Maps of one input
+    come to lie one behind another, and are then read as one (`joined`)."""
     if "_gathered" in module.__dict__ or torch.compiler.is_compiling():
         return
     module.__dict__["_gathered"] = True
-    weights = [weight for weight in module.parameters() if weight.device.type == "cpu"]
+    named = sorted(module.named_parameters(), key=lambda pair: pair[0].rpartition(".")[2])
+    weights = [weight for _, weight in named if weight.device.type == "cpu"]
     places = list(itertools.accumulate((-(-weight.nbytes // _LINE) * _LINE for weight in weights), initial=0))
     memory = np.empty(places.pop(), np.uint8)
     for weight, place in zip(weights, places, strict=True):
@@ -72,7 +89,7 @@ def gather(module: nn.Module) -> None:
 def _plain(x: Tensor) -> bool:
     """Whether the loops apply: rows of float32 on a CPU, no gradient, and no compiler that looks on."""
     eager = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return eager and len(x) > 0 and x.dtype == torch.float32 and x.device.type == "cpu" and op.loops() is not None
+    return eager and len(x) > 0 and x.dtype == torch.float32 and x.device.type == "cpu"
 
 
 def _step(branch: BranchModule) -> AttentionStep | FeedForwardStep | None:
@@ -89,7 +106,7 @@ def _kind(branch: BranchModule) -> type[AttentionStep] | type[FeedForwardStep] |
     lone = isinstance(branch.post, nn.Identity) and isinstance(branch.after, nn.Identity) and branch.scale == 1.0
     if not lone or not isinstance(branch.pre, RMSNormModule | LayerNormModule):
         return None
-    if type(branch.op) in (DenseFFNModule, GatedFFNModule):
+    if type(branch.op) in (DenseFFNModule, GatedFFNModule, FastGatedFFN):
         return FeedForwardStep if _are_maps(branch.op, "up", "down", "gate") else None
     return AttentionStep if _is_plain_attention(branch.op) else None
 
@@ -157,35 +174,49 @@ class AttentionStep(_Arrays):
         assert isinstance(module, AttentionModule)
         self.module, self.before = module, self.norm(self.part(branch, "pre"))
         linears, out = [self.part(module, name) for name in ("q", "k", "v")], self.part(module, "out")
-        self.weights, self.biases = tuple(map(self.weight, linears)), tuple(map(self.bias, linears))
+        self.weights, self.starts = joined([self.weight(linear) for linear in linears])
+        self.biases = tuple(map(self.bias, linears))
         self.out, self.out_bias = self.weight(out), self.bias(out)
+        self.heads, self.groups, self.width = module.spec.num_heads, module.spec.kv_heads, module.head_dim
 
-    def __call__(self, x: Float[Tensor, "B 1 D"], ctx: Context, store: Any) -> Float[Tensor, "B 1 D"]:
-        module, loops, batch = self.module, op.loops(), len(x)
-        heads, groups, width = module.spec.num_heads, module.spec.kv_heads, module.head_dim
-        rows = x.numpy().reshape(batch, -1)
-        q, k, v = (torch.empty(batch, 1, count, width) for count in (heads, groups, groups))
-        q_rows = q.numpy()[:, 0]
-        turn = self._turn(q, ctx)
-        loops.attention_in(rows, self.before, self.weights, self.biases, turn, q_rows, k.numpy()[:, 0], v.numpy()[:, 0])
-        k, v, k_tokens = store.append(k, v)
-        request = Request(q, k, v, ctx.tokens, k_tokens, module.spec.pattern, module.scale, memo=ctx.memo)
-        seen = ALL_SEEN if maskless(request) else request.mask()[:, 0].numpy()
+    def __call__(self, x: Float[Tensor, "B 1 D"], ctx: Context, store: Any, loops: Any) -> Float[Tensor, "B 1 D"]:
+        rows, batch, module = x.numpy()[:, 0], len(x), self.module
+        q = np.empty((batch, self.heads, self.width), np.float32)
+        k, v = (np.empty((batch, self.groups, self.width), np.float32) for _ in range(2))
+        turn = self._turn(x, ctx)
+        loops.attention_in(rows, self.before, self.weights, self.biases, self.starts, turn, q, k, v)
+        keys, values, tokens = store.append(torch.from_numpy(k)[:, None], torch.from_numpy(v)[:, None])
+        pattern = module.spec.pattern
+        seen = ctx.once(("seen", pattern), (ctx.tokens, tokens), lambda: _seen(ctx, tokens, pattern, keys))
         out = torch.empty(x.shape)
         loops.attention_out(
-            rows, q_rows, k.numpy(), v.numpy(), seen, module.scale, self.out, self.out_bias, out.numpy()[:, 0]
+            rows, q, keys.numpy(), values.numpy(), seen, module.scale, self.out, self.out_bias, out.numpy()[:, 0]
         )
         return out
 
-    def _turn(self, q: Tensor, ctx: Context) -> tuple[np.ndarray, np.ndarray, int, int]:
+    def _turn(self, x: Tensor, ctx: Context) -> tuple[np.ndarray, np.ndarray, int, int]:
         position = self.module.position
         if not isinstance(position, RotaryModule):
             return UNTURNED
-        spec = position.spec
-        assert isinstance(spec, Rotary)
-        cos, sin = position.phases(q, ctx.tokens, ctx)
-        half = spec.layout == "half"
-        return cos.numpy()[:, 0, 0], sin.numpy()[:, 0, 0], cos.shape[-1] if half else 1, 1 if half else 2
+        key = ("turn", position.spec, self.width)
+        return ctx.once(key, (ctx.tokens,), lambda: _turned(position, x.new_empty(len(x), 1, 1, self.width), ctx))
+
+
+def _turned(
+    position: RotaryModule, x: Float[Tensor, "B 1 1 K"], ctx: Context
+) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """Cosines, sines, and which channels pair up, as `loops.rotate` takes them."""
+    spec = position.spec
+    assert isinstance(spec, Rotary)
+    cos, sin = position.phases(x, ctx.tokens, ctx)
+    half = spec.layout == "half"
+    return cos.numpy()[:, 0, 0], sin.numpy()[:, 0, 0], cos.shape[-1] if half else 1, 1 if half else 2
+
+
+def _seen(ctx: Context, tokens: Tokens, pattern: Pattern, keys: Tensor) -> np.ndarray:
+    """Which keys are seen (b, S); without columns where all are."""
+    request = Request(keys, keys, keys, ctx.tokens, tokens, pattern, 1.0, memo=ctx.memo)
+    return ALL_SEEN if maskless(request) else request.mask()[:, 0].numpy()
 
 
 class FeedForwardStep(_Arrays):
@@ -195,15 +226,35 @@ class FeedForwardStep(_Arrays):
         super().__init__()
         module = self.part(branch, "op")
         assert isinstance(module, DenseFFNModule | GatedFFNModule)
-        self.before, up, down = self.norm(self.part(branch, "pre")), self.part(module, "up"), self.part(module, "down")
-        gate = self.part(module, "gate") if isinstance(module, GatedFFNModule) else None
-        self.up, self.down = self.weight(up), self.weight(down)
-        self.gate = () if gate is None else self.weight(gate)
-        self.biases = (self.bias(up), NONE if gate is None else self.bias(gate), self.bias(down))
+        names = ("gate", "up") if isinstance(module, GatedFFNModule) else ("up",)
+        self.before, linears = self.norm(self.part(branch, "pre")), [self.part(module, name) for name in names]
+        self.ups, self.starts = joined([self.weight(linear) for linear in linears])
+        self.biases = tuple(map(self.bias, linears))
+        down = self.part(module, "down")
+        self.down, self.down_bias = self.weight(down), self.bias(down)
         self.activation = ACTIVATIONS.index(module.spec.activation)
 
-    def __call__(self, x: Float[Tensor, "B 1 D"], ctx: Context, store: Any) -> Float[Tensor, "B 1 D"]:
+    def __call__(self, x: Float[Tensor, "B 1 D"], ctx: Context, store: Any, loops: Any) -> Float[Tensor, "B 1 D"]:
         out = torch.empty(x.shape)
         rows, result = x.numpy()[:, 0], out.numpy()[:, 0]
-        op.loops().feed_forward(rows, self.before, self.up, self.gate, self.down, self.biases, self.activation, result)
+        loops.feed_forward(
+            rows, self.before, self.ups, self.biases, self.starts, self.activation, self.down, self.down_bias, result
+        )
         return out
+
+
+def joined(weights: list[tuple[np.ndarray, ...]]) -> tuple[tuple[tuple[np.ndarray, ...], ...], tuple[int, ...]]:
+    """Maps of one input as one map if they lie one behind another, and where the outputs of each begin, and end."""
+    starts = tuple(itertools.accumulate((len(weight[0]) for weight in weights), initial=0))
+    whole = tuple(_behind_another(parts) for parts in zip(*weights, strict=True))
+    known = tuple(array for array in whole if array is not None)
+    return ((known,) if len(known) == len(whole) else tuple(weights)), starts
+
+
+def _behind_another(parts: tuple[np.ndarray, ...]) -> np.ndarray | None:
+    first, place = parts[0], parts[0].ctypes.data
+    for part in parts:
+        if part.ctypes.data != place or part.shape[1:] != first.shape[1:]:
+            return None
+        place += part.nbytes
+    return np.lib.stride_tricks.as_strided(first, (sum(map(len, parts)), *first.shape[1:]), first.strides)

@@ -13,7 +13,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.extending import overload
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, overload
 
 from anyformer.accelerate.operators import GROUP
 
@@ -26,13 +28,16 @@ __all__ = [
     "linear_int4",
     "linear_int8",
     "rms_norm",
+    "rms_norm_rows",
     "rotate",
+    "rotate_rows",
     "rounded",
     "use_threads",
 ]
 
 
 _FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; NaN and infinity keep their meaning
+_TASK, _COLUMNS = 64, 512  # rows of w that a thread takes at a time, and columns that it takes of them
 _BLOCK = 512  # products of 8 and 16 bits whose sum is sure to fit 32 bits
 
 _AVAILABLE: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
@@ -49,42 +54,82 @@ def use_threads(count: int) -> None:
         _here.count = count
 
 
+@intrinsic
+def _prefetch(typing: Any, array: Any, index: Any) -> Any:
+    """Ask the processor to have the line of `array[index]` in its cache soon."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, values[0]).data
+        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        place = builder.bitcast(builder.gep(data, [values[1]]), byte)
+        builder.call(function, [place, number(0), number(2), number(1)])  # to read, into the second level, data
+        return context.get_dummy_value()
+
+    return types.void(array, index), code
+
+
 @_parallel
 def linear_float(x: np.ndarray, w: np.ndarray, out: np.ndarray) -> None:
-    """out (R, N) = x (R, K) wᵀ, for w (N, K). Rows of x go by fours over two of w: six reads for eight products."""
+    """out (R, N) = x (R, K) wᵀ, for w (N, K).
+
+    Several rows of x go by fours over two of w, six reads for eight products, in blocks of columns that stay in the
+    processor's cache; the two rows of w that come next are asked for beforehand.
+    """
     rows, width = x.shape
+    count = w.shape[0]
     if rows == 1:
-        for n in numba.prange(w.shape[0]):
+        for n in numba.prange(count):
             total = np.float32(0)
             for k in range(width):
                 total += w[n, k] * x[0, k]
             out[0, n] = total
         return
-    whole = rows - rows % 4
-    for pair in numba.prange((w.shape[0] + 1) // 2):
-        n = 2 * pair
-        m = min(n + 1, w.shape[0] - 1)
-        for r in range(0, whole, 4):
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
-            for k in range(width):
-                wa, wb = w[n, k], w[m, k]
-                x0, x1, x2, x3 = x[r, k], x[r + 1, k], x[r + 2, k], x[r + 3, k]
-                a0 += wa * x0
-                a1 += wa * x1
-                a2 += wa * x2
-                a3 += wa * x3
-                b0 += wb * x0
-                b1 += wb * x1
-                b2 += wb * x2
-                b3 += wb * x3
-            out[r, n], out[r + 1, n], out[r + 2, n], out[r + 3, n] = a0, a1, a2, a3
-            out[r, m], out[r + 1, m], out[r + 2, m], out[r + 3, m] = b0, b1, b2, b3
-        for r in range(whole, rows):
-            a0 = b0 = np.float32(0)
-            for k in range(width):
-                a0 += w[n, k] * x[r, k]
-                b0 += w[m, k] * x[r, k]
-            out[r, n], out[r, m] = a0, b0
+    whole, flat = rows - rows % 4, w.reshape(-1)
+    for task in numba.prange((count + _TASK - 1) // _TASK):
+        for n in range(task * _TASK, min((task + 1) * _TASK, count)):
+            for r in range(rows):
+                out[r, n] = 0
+        for begin in range(0, width, _COLUMNS):
+            end = min(begin + _COLUMNS, width)
+            for n in range(task * _TASK, min((task + 1) * _TASK, count), 2):
+                m = min(n + 1, count - 1)
+                ahead = (n + 2) * width + begin
+                if ahead + width + end - begin <= len(flat):
+                    for k in range(0, end - begin, 16):
+                        _prefetch(flat, ahead + k)  # type: ignore[call-arg]
+                        _prefetch(flat, ahead + width + k)
+                wa, wb = w[n, begin:end], w[m, begin:end]
+                for r in range(0, whole, 4):
+                    x0, x1, x2, x3 = x[r, begin:end], x[r + 1, begin:end], x[r + 2, begin:end], x[r + 3, begin:end]
+                    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
+                    for k in range(len(wa)):
+                        a0 += wa[k] * x0[k]
+                        a1 += wa[k] * x1[k]
+                        a2 += wa[k] * x2[k]
+                        a3 += wa[k] * x3[k]
+                        b0 += wb[k] * x0[k]
+                        b1 += wb[k] * x1[k]
+                        b2 += wb[k] * x2[k]
+                        b3 += wb[k] * x3[k]
+                    out[r, n] += a0
+                    out[r + 1, n] += a1
+                    out[r + 2, n] += a2
+                    out[r + 3, n] += a3
+                    if m > n:
+                        out[r, m] += b0
+                        out[r + 1, m] += b1
+                        out[r + 2, m] += b2
+                        out[r + 3, m] += b3
+                for r in range(whole, rows):
+                    xr, a, b = x[r, begin:end], np.float32(0), np.float32(0)
+                    for k in range(len(wa)):
+                        a += wa[k] * xr[k]
+                        b += wb[k] * xr[k]
+                    out[r, n] += a
+                    if m > n:
+                        out[r, m] += b
 
 
 @_serial
@@ -235,6 +280,21 @@ def rms_norm(x: np.ndarray, gain: np.ndarray, offset: float, eps: float, out: np
             out[r, k] = x[r, k] * scale * (gain[k] + np.float32(offset))
 
 
+@_parallel
+def rotate_rows(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, first: int, step: int, out: np.ndarray) -> None:
+    """`rotate`, for many rows."""
+    for r in numba.prange(x.shape[0]):
+        row = r % cos.shape[0]
+        rotate(x[r : r + 1], cos[row : row + 1], sin[row : row + 1], first, step, out[r : r + 1])
+
+
+@_parallel
+def rms_norm_rows(x: np.ndarray, gain: np.ndarray, offset: float, eps: float, out: np.ndarray) -> None:
+    """`rms_norm`, for many rows."""
+    for r in numba.prange(x.shape[0]):
+        rms_norm(x[r : r + 1], gain, offset, eps, out[r : r + 1])
+
+
 @_serial
 def layer_norm(x: np.ndarray, gain: np.ndarray, shift: np.ndarray, eps: float, out: np.ndarray) -> None:
     """(x - mean) / sqrt(variance + eps) · gain + shift, for x (R, K); an empty shift is none."""
@@ -328,14 +388,44 @@ def _activate(x: np.ndarray, activation: int) -> None:
         x[i // width, i % width] = v
 
 
+def joint(x: np.ndarray, weights: Any, biases: Any, starts: Any) -> np.ndarray:
+    """All outputs of maps of one input, side by side, (R, starts[-1]): of one weight for all, or of one each."""
+    raise NotImplementedError("only compiled loops call it")
+
+
+@overload(joint)
+def _joint(x: Any, weights: Any, biases: Any, starts: Any) -> Any:
+    if len(weights) == 1:
+
+        def at_once(x: Any, weights: Any, biases: Any, starts: Any) -> np.ndarray:
+            out = np.empty((x.shape[0], starts[-1]), np.float32)
+            product(x, weights[0], np.empty(0, np.float32), out)
+            for i in range(len(biases)):
+                _add(out[:, starts[i] :], biases[i])
+            return out
+
+        return at_once
+
+    def one_by_one(x: Any, weights: Any, biases: Any, starts: Any) -> np.ndarray:
+        out = np.empty((x.shape[0], starts[-1]), np.float32)
+        i = 0
+        for weight in numba.literal_unroll(weights):
+            part = np.empty((x.shape[0], starts[i + 1] - starts[i]), np.float32)
+            product(x, weight, biases[i], part)
+            out[:, starts[i] : starts[i + 1]] = part
+            i += 1  # noqa: SIM113 (Numba unrolls no enumerate)
+        return out
+
+    return one_by_one
+
+
 @_serial
-def attention_in(x: Any, norm: Any, weights: Any, biases: Any, turn: Any, q: Any, k: Any, v: Any) -> None:
+def attention_in(x: Any, norm: Any, weights: Any, biases: Any, starts: Any, turn: Any, q: Any, k: Any, v: Any) -> None:
     """The first half of an attention branch: x (B, D), normed, becomes q (B, H, K), k and v (B, G, K), turned."""
-    normed = _normed(x, norm)
-    rows = x.shape[0]
-    product(normed, weights[0], biases[0], q.reshape(rows, -1))
-    product(normed, weights[1], biases[1], k.reshape(rows, -1))
-    product(normed, weights[2], biases[2], v.reshape(rows, -1))
+    both = joint(_normed(x, norm), weights, biases, starts)
+    q.reshape(x.shape[0], -1)[:] = both[:, : starts[1]]
+    k.reshape(x.shape[0], -1)[:] = both[:, starts[1] : starts[2]]
+    v.reshape(x.shape[0], -1)[:] = both[:, starts[2] :]
     cos, sin, first, step = turn
     if cos.shape[1]:
         rotate(q, cos, sin, first, step, q)
@@ -354,21 +444,19 @@ def attention_out(x: Any, q: Any, k: Any, v: Any, seen: Any, scale: float, weigh
 
 
 @_serial
-def feed_forward(x: Any, norm: Any, up: Any, gate: Any, down: Any, biases: Any, activation: int, out: Any) -> None:
-    """out (R, D) = x + ffn(norm(x)); an empty gate is a dense feed-forward, whose `up` is activated."""
-    normed = _normed(x, norm)
-    hidden = np.empty((x.shape[0], up[0].shape[0]), np.float32)
-    product(normed, up, biases[0], hidden)
-    if len(gate):
-        gates = np.empty_like(hidden)
-        product(normed, gate, biases[1], gates)
-        _activate(gates, activation)
+def feed_forward(
+    x: Any, norm: Any, ups: Any, biases: Any, starts: Any, activation: int, down: Any, down_bias: Any, out: Any
+) -> None:
+    """out (R, D) = x + ffn(norm(x)). Of two maps up, the first is the gate, and activated; else the only one."""
+    hidden = joint(_normed(x, norm), ups, biases, starts)
+    width = starts[1]
+    inner = hidden[:, :width].copy()
+    _activate(inner, activation)
+    if len(starts) == 3:
         for r in range(x.shape[0]):
-            for i in range(hidden.shape[1]):
-                hidden[r, i] *= gates[r, i]
-    else:
-        _activate(hidden, activation)
-    product(hidden, down, biases[2], out)
+            for i in range(width):
+                inner[r, i] *= hidden[r, width + i]
+    product(inner, down, down_bias, out)
     for r in range(x.shape[0]):
         for i in range(x.shape[1]):
             out[r, i] += x[r, i]

@@ -172,7 +172,8 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     out = torch.empty(x.shape)
     first, step = (cos.shape[-1], 1) if layout == "half" else (1, 2)
     heads, cos_rows, sin_rows = x.flatten(0, 1).numpy(), cos.flatten(0, 2).numpy(), sin.flatten(0, 2).numpy()
-    loop.rotate(heads, cos_rows, sin_rows, first, step, out.flatten(0, 1).numpy())
+    rotate = loop.rotate if len(heads) <= FEW else loop.rotate_rows
+    rotate(heads, cos_rows, sin_rows, first, step, out.flatten(0, 1).numpy())
     return out
 
 
@@ -182,7 +183,9 @@ def _(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     if loop is None:
         return _rms_norm(x, gain, eps)
     out = torch.empty(x.shape)
-    loop.rms_norm(_rows(x), gain.numpy(), 0.0, eps, _rows(out))
+    rows = _rows(x)
+    norm = loop.rms_norm if len(rows) <= FEW else loop.rms_norm_rows
+    norm(rows, gain.numpy(), 0.0, eps, _rows(out))
     return out
 
 

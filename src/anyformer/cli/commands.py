@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,7 @@ def _vocab(choice: str) -> int | None:
 
 def main() -> None:
     """The console script."""
+    gc.set_threshold(100_000)  # imports make hundreds of thousands of objects that stay: looking for garbage is wasted
     cli(prog_name="anyformer")
 
 

@@ -30,11 +30,7 @@ class ByHead(Kernel):
         pattern, heads, groups = request.pattern, request.q.shape[2], request.k.shape[2]
         if not isinstance(pattern, PerHead):
             return "all heads follow one pattern: it is for PerHead"
-        if heads % len(pattern.patterns):
-            return f"{heads} heads cannot be shared out evenly to {len(pattern.patterns)} patterns"
-        if any(end % (heads // groups) for _, end, _ in pattern.runs(heads)):
-            return f"the {heads // groups} query heads that read one key-value head must follow one pattern"
-        return None
+        return pattern.misfit(heads, groups)
 
     def __call__(self, request: Request) -> Float[Tensor, "B T H K"]:
         assert isinstance(request.pattern, PerHead)

@@ -16,6 +16,7 @@ from anyformer.kernels.base import Kernel, Request, choose
 from anyformer.parts.norm import Norm
 from anyformer.parts.op import Mixer, OpModule, Result, Shared
 from anyformer.parts.pattern import Causal, Full, Pattern
+from anyformer.parts.per_head import PerHead
 from anyformer.parts.position import Position, PositionModule
 from anyformer.spec import SpecError
 from anyformer.tokens import Tokens
@@ -47,6 +48,9 @@ class Attention(Mixer, kind="attention"):
             raise SpecError(
                 f"`num_heads` must be a multiple of `num_kv_heads` ({self.kv_heads}), but is {self.num_heads}"
             )
+        misfit = self.pattern.misfit(self.num_heads, self.kv_heads) if isinstance(self.pattern, PerHead) else None
+        if misfit is not None:
+            raise SpecError(misfit)
         if self.position is not None and self.position.acts == "input":
             raise SpecError(f"position {self.position.kind!r} acts on the input: put it in `embed.position`")
         if self.dropout >= 1:

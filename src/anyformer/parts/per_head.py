@@ -43,11 +43,18 @@ class PerHead(Pattern, kind="per_head"):
     def frontier(self) -> int | None:
         return loosest(part.frontier() for part in self.patterns)
 
+    def misfit(self, num_heads: int, kv_heads: int) -> str | None:
+        """Why so many heads cannot be shared out to the patterns; None if they can."""
+        many, each = len(self.patterns), num_heads // kv_heads
+        if num_heads % many:
+            return f"{num_heads} heads cannot be shared out evenly to {many} patterns"
+        if any(end % each for _, end, _ in self.runs(num_heads)):
+            return f"the {each} query heads that read one key-value head must follow one pattern"
+        return None
+
     def runs(self, num_heads: int) -> list[tuple[int, int, Pattern]]:
         """(first head, one past the last, their pattern) of each run of heads that are alike."""
         many = len(self.patterns)
-        if num_heads % many:
-            raise ValueError(f"{num_heads} heads cannot be shared out evenly to {many} patterns")
         runs: list[tuple[int, int, Pattern]] = []
         for head in range(num_heads):
             pattern = self.patterns[head * many // num_heads]
