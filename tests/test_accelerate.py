@@ -730,3 +730,13 @@ def test_numba_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     same(decoded(quick, text), decoded(plain, text), 1e-5)
     for name, example in given().items():
         close(getattr(operators, name)(*example), op.PLAIN[name](*example).double(), 0)
+
+
+def test_threads_that_are_not_safe_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "numba_layer", lambda: "workqueue")
+    op._found.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="neither OpenMP nor TBB"):
+            assert op.loops() is None
+    finally:
+        op._found.cache_clear()

@@ -37,6 +37,7 @@ __all__ = [
 
 
 _FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; NaN and infinity keep their meaning
+_AHEAD = 4  # keys that are asked for beforehand
 _TASK, _COLUMNS = 64, 512  # rows of w that a thread takes at a time, and columns that it takes of them
 _BLOCK = 512  # products of 8 and 16 bits whose sum is sure to fit 32 bits
 
@@ -198,6 +199,14 @@ def linear_int4(x: np.ndarray, w: np.ndarray, gains: np.ndarray, out: np.ndarray
             out[r, n] = total
 
 
+@_serial
+def _prefetch_heads(heads: np.ndarray, first: int, last: int) -> None:
+    """Ask for the heads first .. last - 1 of a key or value (G, K)."""
+    for g in range(first, last):
+        for i in range(0, heads.shape[1], 16):
+            _prefetch(heads[g], i)
+
+
 @_parallel
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray, scale: float, out: np.ndarray) -> None:
     """Attention of one query a row: q (B, H, K), k and v (B, S, G, K), out (B, H, K).
@@ -216,6 +225,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray, scale:
         row = b % seen.shape[0]
         for s in range(keys):
             hidden = masked and not seen[row, s]
+            _prefetch_heads(k[b, min(s + _AHEAD, keys - 1)], first // each, last // each)
             for h in range(first, last):
                 score = np.float32(0)
                 for i in range(width):
@@ -227,6 +237,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray, scale:
                 out[b, h, i] = 0
         for s in range(keys):
             if not (masked and not seen[row, s]):
+                _prefetch_heads(v[b, min(s + _AHEAD, keys - 1)], first // each, last // each)
                 for h in range(first, last):
                     weight = scores[h - first, s]
                     for i in range(width):

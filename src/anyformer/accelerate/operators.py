@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -39,7 +40,22 @@ def has_numba() -> bool:
 
 @functools.cache
 def _found() -> ModuleType | None:
-    return importlib.import_module("anyformer.accelerate.loops") if has_numba() else None
+    """The loops, if there are any, and threads that may run them from several places at once."""
+    found = importlib.import_module("anyformer.accelerate.loops") if has_numba() else None
+    if found is not None and numba_layer() == "workqueue":
+        warnings.warn(
+            "numba finds neither OpenMP nor TBB, so decoding runs in plain torch: install libgomp", stacklevel=2
+        )
+        return None
+    return found
+
+
+def numba_layer() -> str:
+    """What runs Numba's threads. Its last resort, `workqueue`, ends the process when two threads call it at once."""
+    import numba
+
+    numba.set_num_threads(numba.get_num_threads())  # starts them
+    return str(numba.threading_layer())
 
 
 class _Ready:
