@@ -204,7 +204,7 @@ def _prefetch_heads(heads: np.ndarray, first: int, last: int) -> None:
     """Ask for the heads first .. last - 1 of a key or value (G, K)."""
     for g in range(first, last):
         for i in range(0, heads.shape[1], 16):
-            _prefetch(heads[g], i)
+            _prefetch(heads[g], i)  # type: ignore[call-arg]
 
 
 @_parallel

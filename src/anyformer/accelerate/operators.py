@@ -55,7 +55,7 @@ def numba_layer() -> str:
     import numba
 
     numba.set_num_threads(numba.get_num_threads())  # starts them
-    return str(numba.threading_layer())
+    return str(numba.threading_layer())  # type: ignore[attr-defined]
 
 
 class _Ready:
