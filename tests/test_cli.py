@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import anyformer as af
 from anyformer.cli.commands import cli
+from anyformer.text.tokenizer import ByteTokenizer
 
 TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money.\n" * 60
 
@@ -120,6 +123,59 @@ def test_mistakes_are_one_sentence_with_exit_code_2(
     assert len(result.output.strip().splitlines()) == 1
     assert "Traceback" not in result.output
     assert not Path("x", "spec.yaml").exists()
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("spoken")
+    torch.manual_seed(0)
+    model = af.preset("gpt-mini").replace(vocab_size=257, dim=48).build().eval()
+    af.save(model, folder / "run", ByteTokenizer())
+    return folder / "run"
+
+
+def test_generate_keeps_to_what_is_asked(spoken: Path, tmp_path: Path) -> None:
+    assert run("generate", spoken, "a", "--choice", "yes", "--choice", "no").output in ("ayes\n", "ano\n")
+    assert re.fullmatch(r"a\d{3}\n", run("generate", spoken, "a", "--regex", r"\d{3}").output)
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["x", "y"]}', encoding="utf-8")
+    assert run("generate", spoken, "a", "--json-schema", schema).output in ('a"x"\n', 'a"y"\n')
+
+
+def test_generate_with_a_draft_says_the_same(spoken: Path) -> None:
+    plain = ["generate", spoken, "abcabcabc", "--temperature", 0, "--max-new-tokens", 12]
+    assert run(*plain, "--draft", "lookup").output == run(*plain).output == run(*plain, "--draft", spoken).output
+
+
+def test_generate_prints_the_best_beams(spoken: Path) -> None:
+    lines = run("generate", spoken, "a", "--num-beams", 3, "--max-new-tokens", 2).output.splitlines()
+    scores = [float(line.split("\t")[0]) for line in lines if "\t" in line]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--num-beams", "2", "--top-k", "3"], "`top_k` must be left out"),
+        (["--num-beams", "2", "--stop", "x"], "--num-beams goes without --stop"),
+        (["--regex", "a", "--choice", "b"], "--choice, --regex and --json-schema exclude one another"),
+        (["--draft", "lookup", "--regex", "a"], "a draft knows no constraint"),
+    ],
+)
+def test_generate_drops_no_option_in_silence(spoken: Path, options: list[str], said: str) -> None:
+    result = run("generate", spoken, "a", *options)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_quantize_writes_a_run_and_says_what_it_costs(spoken: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT[:300], encoding="utf-8")
+    said = run("quantize", spoken, tmp_path / "small", "--bits", "int4", "--text", tmp_path / "text.txt")
+    assert said.exit_code == 0, said.output
+    assert re.search(r"perplexity [\d.]+ → [\d.]+ \([+-][\d.]+%\) on text.txt", said.output)
+    assert run("generate", tmp_path / "small", "a", "--max-new-tokens", 2).exit_code == 0
 
 
 def test_debug_shows_the_traceback() -> None:

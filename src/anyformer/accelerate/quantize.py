@@ -2,10 +2,9 @@
 
     af.quantize(model, "int8")          # in place; af.save and af.load keep it so
 
-int8 has one gain for each row of a weight, int4 a gain and an offset for each 32
-weights of a row; weights are rounded to the nearest
-step, and no text is asked for to calibrate. Embeddings, norms and routers stay as they are; a tied head gets a table of
-its own, which is int8 in both: the logits feel every error of it.
+int8 has one gain for each row of a weight, int4 a gain and an offset for each 32 weights of a row; weights are rounded
+to the nearest step, and no text is asked for to calibrate. Embeddings, norms and routers stay as they are; a tied head
+gets a table of its own, which is int8 in both: the logits feel every error of it.
 """
 
 from __future__ import annotations

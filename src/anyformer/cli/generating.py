@@ -41,12 +41,9 @@ def generate(
     if model.decoder is None:
         raise ValueError(f"{source} is an encoder alone, which generates nothing")
     if num_beams is not None:
-        if constraint or draft or stop or rules["temperature"] not in (0, 1):
-            raise ValueError(
-                "--num-beams draws nothing and reads no further choices: leave out --temperature, --stop, "
-                "--draft and constraints"
-            )
-        _beams(model, tokenizer, prompt, num_beams, max_new_tokens, prefill_chunk)
+        if constraint or draft or stop:
+            raise ValueError("--num-beams goes without --stop, --draft and constraints: leave them out")
+        _beams(model, tokenizer, prompt, sampling, num_beams, max_new_tokens, prefill_chunk)
         return
     if model.encoder is None:
         click.echo(prompt, nl=False)
@@ -85,7 +82,15 @@ def _draft(draft: str | None, dtype: str | None) -> Draft | None:
     return PromptLookup() if draft == "lookup" else DraftModel(ready(draft, dtype, None)[0])
 
 
-def _beams(model: Transformer, tokenizer: Tokenizer, prompt: str, num_beams: int, most: int, chunk: int | None) -> None:
+def _beams(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: str,
+    sampling: Sampling,
+    num_beams: int,
+    most: int,
+    chunk: int | None,
+) -> None:
     """Print the best texts, one a line, each behind its score."""
     ids, source = prompt_ids(model, tokenizer, prompt)
     found = beam_search(
@@ -97,6 +102,7 @@ def _beams(model: Transformer, tokenizer: Tokenizer, prompt: str, num_beams: int
         end_ids=tokenizer.end_ids,
         source=source,
         prefill_chunk=chunk,
+        sampling=sampling,
     )[0]
     for best in found:
         click.echo(f"{best.score:.4f}\t{tokenizer.decode(best.ids)}")
