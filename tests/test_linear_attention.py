@@ -398,7 +398,7 @@ def test_cost_flops_of_an_encoder() -> None:
         (lambda: af.LinearAttention(4, position=af.Learned(9)), "position 'learned' acts on the input: put it in"),
         (
             lambda: decoder(af.LinearAttention(4, pattern=af.Full())),
-            "decoder.0.mixer: pattern Full() looks ahead, which a decoder must not: write `Causal()`",
+            "decoder.0.mixer: pattern Full() looks ahead, which a decoder must not: write `Causal() & ...`",
         ),
         (lambda: decoder(af.LinearAttention(3)), "decoder.0.mixer: `dim` must be a multiple of `num_heads` (3)"),
     ],

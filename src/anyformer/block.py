@@ -23,6 +23,7 @@ from anyformer import parts
 from anyformer.context import Context
 from anyformer.cost import Cost
 from anyformer.parts.attention import CrossAttention
+from anyformer.parts.legal import refuse
 from anyformer.parts.norm import Norm
 from anyformer.parts.op import FeedForward, Mixer, Op, Result, Shared
 from anyformer.parts.precision import saturate
@@ -72,10 +73,7 @@ class Block(Spec):
     def check(self) -> None:
         if not self.branches:
             raise SpecError("a block needs at least one branch")
-        if self.join == "sequence" and self.norm is not None:
-            raise SpecError("`norm` is for parallel blocks: in a sequence each branch has its own `pre`")
-        if self.join == "parallel" and any(branch.after for branch in self.branches):
-            raise SpecError("a parallel block has one sum, so its branches cannot have `after`")
+        refuse("block", self)
 
     @classmethod
     def pre(cls, *ops: Op, norm: Norm, dropout: float = 0.0) -> Block:

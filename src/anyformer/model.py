@@ -15,9 +15,10 @@ from anyformer.cache import Cache, Rows
 from anyformer.context import Context
 from anyformer.cost import Cost
 from anyformer.init import fan_in_init
-from anyformer.parts.attention import Attention, CrossAttention
+from anyformer.parts.attention import Attention
 from anyformer.parts.embed import Embed, table
 from anyformer.parts.head import Head, HeadModule, LMHead
+from anyformer.parts.legal import refuse
 from anyformer.parts.linear_attention import LinearAttention
 from anyformer.parts.norm import Norm
 from anyformer.parts.position import Position
@@ -51,16 +52,12 @@ class TransformerSpec(Spec):
             for i, block in enumerate(blocks):
                 for name, branch in zip(block.names(), block.branches, strict=True):
                     self._check_op(branch.op, (stack, i, name))
-        ops = [branch.op for block in self.decoder for branch in block.branches]
-        if self.encoder and self.decoder and not any(isinstance(op, CrossAttention) for op in ops):
-            raise SpecError("the decoder has no cross-attention, so it would never read the encoder: add a branch")
+        refuse("model", self)
 
     def _check_op(self, op: Any, path: tuple[str | int, ...]) -> None:
-        reason = op.reject(causal=path[0] == "decoder")
-        if isinstance(op, CrossAttention) and not self.encoder:
-            reason = "cross-attention needs an encoder, but there is none"
-        if reason:
-            raise SpecError(reason, path)
+        if not self.encoder:
+            refuse("decoder alone", op, path=path)
+        refuse(str(path[0]), op, path=path)
         if isinstance(op, Attention | LinearAttention):
             try:
                 op.width(self.dim)

@@ -13,10 +13,10 @@ from anyformer.context import Context
 from anyformer.cost import Cost, linear
 from anyformer.kernels import KERNELS
 from anyformer.kernels.base import Kernel, Request, choose
+from anyformer.parts.legal import refuse
 from anyformer.parts.norm import Norm
 from anyformer.parts.op import Mixer, OpModule, Result, Shared
 from anyformer.parts.pattern import Causal, Full, Pattern
-from anyformer.parts.per_head import PerHead
 from anyformer.parts.position import Position, PositionModule
 from anyformer.spec import SpecError
 from anyformer.tokens import Tokens
@@ -48,11 +48,7 @@ class Attention(Mixer, kind="attention"):
             raise SpecError(
                 f"`num_heads` must be a multiple of `num_kv_heads` ({self.kv_heads}), but is {self.num_heads}"
             )
-        misfit = self.pattern.misfit(self.num_heads, self.kv_heads) if isinstance(self.pattern, PerHead) else None
-        if misfit is not None:
-            raise SpecError(misfit)
-        if self.position is not None and self.position.acts == "input":
-            raise SpecError(f"position {self.position.kind!r} acts on the input: put it in `embed.position`")
+        refuse("attention", self)
         if self.dropout >= 1:
             raise SpecError(f"`dropout` must be below 1, but is {self.dropout}")
 
@@ -71,10 +67,8 @@ class Attention(Mixer, kind="attention"):
     def build(self, dim: int, shared: Shared) -> AttentionModule:
         return AttentionModule(self, dim, shared)
 
-    def reject(self, causal: bool) -> str | None:
-        if causal and self.pattern.frontier() is None:
-            return f"pattern {self.pattern!r} looks ahead, which a decoder must not: write `Causal() & ...`"
-        return None
+    def looks_ahead(self) -> bool:
+        return self.pattern.frontier() is None
 
     def cost(self, dim: int, length: int) -> Cost:
         head, h, g = self.width(dim), self.num_heads, self.kv_heads
@@ -151,6 +145,7 @@ class AttentionModule(OpModule):
 class CrossAttention(Attention, kind="cross_attention"):
     """Attention whose keys and values come from the encoder's output; documents see their own source only."""
 
+    reads_memory = True
     pattern: Pattern = Full()
 
     def build(self, dim: int, shared: Shared) -> CrossAttentionModule:
@@ -158,11 +153,10 @@ class CrossAttention(Attention, kind="cross_attention"):
 
     def check(self) -> None:
         super().check()
-        if self.position is not None or self.pattern != Full():
-            raise SpecError("positions of two different texts cannot be compared: leave `pattern` and `position` out")
+        refuse("cross_attention", self)
 
-    def reject(self, causal: bool) -> str | None:
-        return None if causal else "cross-attention belongs in a decoder: an encoder has no other text to attend to"
+    def looks_ahead(self) -> bool:
+        return False  # it sees no other token of its own text
 
 
 class CrossAttentionModule(AttentionModule):

@@ -10,6 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 from torch import Tensor, nn
 
 from anyformer.cost import Cost
+from anyformer.parts.legal import refuse
 from anyformer.parts.norm import Norm
 from anyformer.parts.position import Position, PositionModule
 from anyformer.spec import Spec, SpecError
@@ -33,8 +34,7 @@ class Embed(Spec):
     dropout: NonNegativeFloat = 0.0
 
     def check(self) -> None:
-        if self.position is not None and self.position.acts != "input":
-            raise SpecError(f"position {self.position.kind!r} acts on {self.position.acts}: put it in the mixers")
+        refuse("embed", self)
         if self.dropout >= 1:
             raise SpecError(f"`dropout` must be below 1, but is {self.dropout}")
 

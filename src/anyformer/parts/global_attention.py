@@ -25,6 +25,7 @@ class GlobalAttention(Attention, kind="global_attention"):
     All others follow `pattern`, in which they see the marked ones by `Global()`.
     """
 
+    marked_see_all = True
     pattern: Pattern = Window(257) | Global()
 
     def build(self, dim: int, shared: Shared) -> GlobalAttentionModule:

@@ -34,6 +34,8 @@ class Head(Part):
 
     ties: ClassVar[bool] = False
     """Whether it has a table (V, D), which may be the embedding's."""
+    pools: ClassVar[bool] = False
+    """Whether it gives one answer a text, out of its first token."""
 
     def build(self, dim: int, vocab_size: int) -> HeadModule:
         raise NotImplementedError
@@ -113,6 +115,7 @@ class MaskedLMHeadModule(LMHeadModule):
 class PooledHead(Head, kind="pooled"):
     """One answer a text, from its first token: tanh(x W + b), and logits over `labels` of that, if there are any."""
 
+    pools = True
     labels: PositiveInt | None = None
     dropout: NonNegativeFloat = 0.0
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from anyformer.context import Context
 from anyformer.cost import Cost, linear
+from anyformer.parts.legal import refuse
 from anyformer.parts.linear_product import Chunks, causal_product, causal_sums, chunked, cut, joined
 from anyformer.parts.op import Mixer, OpModule, Result, Shared
 from anyformer.parts.pattern import Causal, Full, Pattern
@@ -159,14 +160,7 @@ class LinearAttention(Mixer, kind="linear_attention"):
             raise SpecError(
                 f"`num_heads` must be a multiple of `num_kv_heads` ({self.kv_heads}), but is {self.num_heads}"
             )
-        if self.pattern not in (Causal(), Full()):
-            raise SpecError(
-                "linear attention keeps one sum of what it has seen, out of which nothing can be taken: `pattern` must "
-                f"be Causal() or Full(), but is {self.pattern!r}"
-            )
-        if self.position is not None and self.position.acts != "heads":
-            place = "put it in `embed.position`" if self.position.acts == "input" else "there are none: use rotary"
-            raise SpecError(f"position {self.position.kind!r} acts on the {self.position.acts}: {place}")
+        refuse("linear_attention", self)
 
     @property
     def kv_heads(self) -> int:
@@ -183,10 +177,8 @@ class LinearAttention(Mixer, kind="linear_attention"):
     def build(self, dim: int, shared: Shared) -> LinearAttentionModule:
         return LinearAttentionModule(self, dim)
 
-    def reject(self, causal: bool) -> str | None:
-        if causal and self.pattern == Full():
-            return f"pattern {self.pattern!r} looks ahead, which a decoder must not: write `Causal()`"
-        return None
+    def looks_ahead(self) -> bool:
+        return self.pattern.frontier() is None
 
     def cost(self, dim: int, length: int) -> Cost:
         head, h, g = self.width(dim), self.num_heads, self.kv_heads

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from anyformer.context import Context
 from anyformer.cost import Cost, linear
+from anyformer.parts.legal import refuse
 from anyformer.parts.op import FeedForward, OpModule, Result, Shared
 from anyformer.parts.precision import at_least_float32
 from anyformer.spec import SpecError
@@ -24,6 +25,7 @@ class MoE(FeedForward, kind="moe"):
     the router, so Switch leaves it off. `balance` and `z` weigh the load-balance and router-z losses.
     """
 
+    routes = True
     expert: FeedForward
     num_experts: PositiveInt
     top_k: PositiveInt = 2
@@ -35,9 +37,7 @@ class MoE(FeedForward, kind="moe"):
     def check(self) -> None:
         if self.top_k > self.num_experts:
             raise SpecError(f"`top_k` must be at most `num_experts` ({self.num_experts}), but is {self.top_k}")
-
-        if isinstance(self.expert, MoE) or isinstance(self.shared, MoE):
-            raise SpecError("an expert cannot be a mixture of experts itself: use a dense_ffn or a gated_ffn")
+        refuse("moe", self)
 
     def build(self, dim: int, shared: Shared) -> MoEModule:
         return MoEModule(self, dim, shared)

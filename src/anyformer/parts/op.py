@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -21,7 +21,14 @@ Shared = dict[Hashable, nn.Module]
 
 
 class Op(Part):
-    """Base of mixers and feed-forwards."""
+    """Base of mixers and feed-forwards. What it says of itself decides where it can stand (`legal`)."""
+
+    one_way: ClassVar[bool] = False
+    """Whether it reads its text left to right, whatever is asked."""
+    reads_memory: ClassVar[bool] = False
+    """Whether it attends to another text, the encoder's."""
+    marked_see_all: ClassVar[bool] = False
+    """Whether marked tokens see their whole document, whatever the pattern."""
 
     def build(self, dim: int, shared: Shared) -> OpModule:
         """The module for a model of width `dim`."""
@@ -31,9 +38,9 @@ class Op(Part):
         """What one sequence of `length` tokens costs."""
         raise NotImplementedError
 
-    def reject(self, causal: bool) -> str | None:
-        """Why this op cannot stand in a decoder (`causal`) or an encoder."""
-        return None
+    def looks_ahead(self) -> bool:
+        """Whether a token may see later ones anywhere in its text (`pattern.frontier()` None)."""
+        return False
 
 
 class Mixer(Op):
@@ -42,6 +49,9 @@ class Mixer(Op):
 
 class FeedForward(Op):
     """Works on each token alone."""
+
+    routes: ClassVar[bool] = False
+    """Whether it sends tokens to feed-forwards of its own."""
 
 
 class OpModule(nn.Module):

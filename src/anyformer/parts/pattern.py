@@ -21,7 +21,8 @@ from jaxtyping import Bool, Int
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from anyformer.spec import Part, SpecError
+from anyformer.parts.legal import refuse
+from anyformer.spec import Part
 from anyformer.tokens import Tokens
 
 __all__ = [
@@ -231,7 +232,7 @@ class _Several(Pattern):
     parts: tuple[Pattern, ...]
 
     def check(self) -> None:
-        check_alike(self, self.parts)
+        refuse("pattern", self, self.parts)
 
 
 class And(_Several, kind="and"):
@@ -303,7 +304,7 @@ class Not(Pattern, kind="not"):
     part: Pattern
 
     def check(self) -> None:
-        check_alike(self, (self.part,))
+        refuse("pattern", self, (self.part,))
 
     def allows(self, q: Tokens, k: Tokens) -> Tensor:
         return ~self.part.allows(q, k)
@@ -311,15 +312,6 @@ class Not(Pattern, kind="not"):
     def covers(self, q: Tiles, k: Tiles) -> Cover:
         some, every = self.part.covers(q, k)
         return ~every, ~some
-
-
-def check_alike(whole: Pattern, parts: tuple[Pattern, ...]) -> None:
-    """Refuse to be made of nothing, or of what has no one mask for all heads."""
-    name = type(whole).__name__
-    if not parts:
-        raise SpecError(f"{name} needs at least one pattern")
-    if not all(part.heads_alike for part in parts):
-        raise SpecError(f"{name} cannot hold a PerHead: combine inside it, as in PerHead((a & b, a & c))")
 
 
 def tightest(bounds: Iterable[int | None]) -> int | None:

@@ -8,7 +8,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from anyformer.parts.pattern import Cover, Pattern, Tiles, check_alike, loosest
+from anyformer.parts.legal import refuse
+from anyformer.parts.pattern import Cover, Pattern, Tiles, loosest
 from anyformer.parts.position import PositionModule
 from anyformer.tokens import Tokens
 
@@ -26,7 +27,7 @@ class PerHead(Pattern, kind="per_head"):
     patterns: tuple[Pattern, ...]
 
     def check(self) -> None:
-        check_alike(self, self.patterns)
+        refuse("pattern", self, self.patterns)
 
     def allows(self, q: Tokens, k: Tokens) -> Tensor:
         raise ValueError(f"{self!r} has no one mask for all heads: ask its `patterns`, or use the kernel 'by_head'")

@@ -31,17 +31,13 @@ class Recurrent(Mixer, kind="recurrent"):
     document is one run of tokens, in their order; the state that decoding keeps is of one size whatever the length.
     """
 
+    one_way = True
     cell: Literal["rnn", "gru", "lstm"] = "gru"
     hidden: PositiveInt | None = None
     layers: PositiveInt = 1
 
     def build(self, dim: int, shared: Shared) -> RecurrentModule:
         return RecurrentModule(self, dim)
-
-    def reject(self, causal: bool) -> str | None:
-        if causal:
-            return None
-        return "a recurrent network reads left to right, so in an encoder no token would see a later one: use a decoder"
 
     def cost(self, dim: int, length: int) -> Cost:
         hidden, gates = self.hidden or dim, GATES[self.cell]
