@@ -13,7 +13,7 @@ demo: $(INSTALLED)  ## install, train a small GPT on Python's own library for 89
 	$(BIN)/anyformer train gpt-mini --data stdlib --seconds 89 --steps 100000 --length 80 --batch-size 16 --optimizer muon --out runs/demo
 	$(BIN)/anyformer generate runs/demo "def main(" --temperature 0.6 --top-p 0.95 --max-new-tokens 120 --seed 1
 
-test: check test-fast  ## everything that CI runs
+test: check test-fast laws  ## everything that CI runs
 
 check: $(INSTALLED)  ## format, lint and types
 	$(BIN)/ruff format --check .
@@ -23,8 +23,12 @@ check: $(INSTALLED)  ## format, lint and types
 test-fast: $(INSTALLED)  ## the tests, but for the slow lane
 	$(BIN)/python -m pytest -n auto
 
-test-slow: $(INSTALLED)  ## the slow lane: tests that take minutes
+laws: $(INSTALLED)  ## hold a pairwise cover of all parts to the laws: a few minutes
+	$(BIN)/anyformer check --all --cover
+
+test-slow: $(INSTALLED)  ## the slow lane: tests that take minutes, and every legal combination of parts
 	$(BIN)/python -m pytest -n auto -m slow
+	$(BIN)/anyformer check --all
 
 bench: $(INSTALLED)  ## speed, as ratios to peers measured in the same run; results in benchmarks/results
 	$(BIN)/pip install -q -c constraints.txt -e .[bench]
@@ -42,6 +46,13 @@ bench-decode: $(INSTALLED)  ## generation against llama.cpp and transformers: so
 	$(BIN)/pip install -q -c constraints.txt -e .[bench]
 	$(BIN)/python benchmarks/decode.py
 
+bench-check: $(INSTALLED)  ## what the laws find in transformers, x-transformers and torch; results in benchmarks/results
+	$(BIN)/pip install -q -c constraints.txt -e .[findings]
+	$(BIN)/python benchmarks/findings.py
+
+docs: $(INSTALLED)  ## write what the code says of itself: docs/combinations.md, the laws in docs/check.md
+	$(BIN)/python -m anyformer.check.document docs
+
 format: $(INSTALLED)  ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -56,4 +67,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e .[dev]
 	touch $(INSTALLED)
 
-.PHONY: help demo test check test-fast test-slow bench bench-attention bench-decode format clean
+.PHONY: help demo test check test-fast laws test-slow bench bench-attention bench-decode bench-check docs format clean

@@ -137,3 +137,10 @@ def test_fault_20_empty_tokens(batch: int, length: int) -> None:
     ):
         assert (tokens.batch, tokens.length) == (batch, length)
         assert tokens.end in (0, length)
+
+
+def test_packed_padding_needs_no_positions() -> None:
+    """More padding than a model has positions is no reason to refuse a row."""
+    tokens = Tokens.packed(torch.tensor([[0, 0, -1, -1, -1, -1]]))
+    assert tokens.pos.tolist() == [[0, 1, 0, 0, 0, 0]]
+    assert tokens.end == 2

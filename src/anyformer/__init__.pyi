@@ -1,8 +1,14 @@
+from . import testing as testing
 from .accelerate.fast import accelerate as accelerate
 from .accelerate.quantize import quantize as quantize
 from .block import Block as Block
 from .block import Branch as Branch
 from .cache import Cache as Cache
+from .check.many import check_all as check_all
+from .check.many import check_part as check_part
+from .check.report import Report as Report
+from .check.run import check as check
+from .check.subject import Subject as Subject
 from .checkpoint.convert import convert as convert
 from .checkpoint.load import Loaded as Loaded
 from .checkpoint.load import load as load

@@ -62,7 +62,8 @@ class Tokens:
                 "a document number comes back later in its row: give each document one run of its own number"
             )
         slot = torch.arange(document.shape[1], device=document.device)
-        return cls(slot - torch.where(begins, slot, 0).cummax(1).values, document.clamp(min=-1))
+        pos = slot - torch.where(begins, slot, 0).cummax(1).values
+        return cls(pos.masked_fill(document < 0, 0), document.clamp(min=-1))
 
     @property
     def batch(self) -> int:

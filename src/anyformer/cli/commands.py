@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from anyformer.cli.specs import spec_of
+
 __all__ = ["main"]
 
 
@@ -68,7 +70,7 @@ def train(model: str, **choices: Any) -> None:
 
     choices["out"] = choices["out"] or Path("runs") / Path(model).stem
     choices["vocab_size"] = _vocab(choices.pop("vocab"))
-    pretrain(_spec(model, choices.pop("settings")), **choices)
+    pretrain(spec_of(model, choices.pop("settings")), **choices)
 
 
 DTYPE = click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="[default: as stored]")
@@ -170,7 +172,28 @@ def show(model: str, settings: tuple[str, ...], **choices: Any) -> None:
     """Show MODEL as a tree with its cost: parameters, FLOPs, cache and training memory. No weights are made."""
     from anyformer.cli.showing import show as show_model
 
-    show_model(_spec(model, settings), **choices)
+    show_model(spec_of(model, settings), **choices)
+
+
+@cli.command()
+@click.argument("target", required=False)
+@click.option("--transformers", "theirs", metavar="PATH", help="A model of transformers, through its own forward.")
+@click.option("--all", "everything", is_flag=True, help="Every legal combination of parts, as tiny models: minutes.")
+@click.option("--cover", is_flag=True, help="With --all: only so many that every pair of parts meets once.")
+@click.option("--only", metavar="LAW,LAW", help="These laws only; an unknown one names all.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--html", type=click.Path(path_type=Path), help="Also write the report here, as a page with pictures.")
+@click.option("--seed", default=0, show_default=True, help="Of weights and texts.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes, for many models.  [default: one a core]")
+@SET
+def check(target: str | None, **choices: Any) -> None:
+    """Hold TARGET to the laws of Transformers; the exit code is 1 if one is broken.
+
+    TARGET is a MODEL, or a part of your own, as package.module:Name, which is tried in every legal combination.
+    """
+    from anyformer.cli.checking import check as check_target
+
+    check_target(target, **choices)
 
 
 @cli.command()
@@ -215,32 +238,6 @@ def quantize(source: str, target: Path, **choices: Any) -> None:
     from anyformer.cli.quantizing import quantize as quantize_model
 
     quantize_model(source, target, **choices)
-
-
-def _spec(source: str, settings: tuple[str, ...]) -> Any:
-    """The spec of a preset, a file or a run, with --set applied."""
-    import yaml
-
-    spec = _read_spec(source)
-    for setting in settings:
-        path, equals, value = setting.partition("=")
-        if not equals:
-            raise ValueError(f"--set needs PATH=VALUE, but is {setting!r}")
-        spec = spec.replace(path, yaml.safe_load(value))
-    return spec
-
-
-def _read_spec(source: str) -> Any:
-    from anyformer.checkpoint.load import read_spec
-    from anyformer.model import TransformerSpec
-    from anyformer.presets import PRESETS, preset
-
-    path = Path(source)
-    if source in PRESETS or not (path.exists() or "/" in source):
-        return preset(source)
-    if path.is_dir() or path.suffix == ".gguf" or not path.exists():
-        return read_spec(source)
-    return TransformerSpec.from_yaml(path.read_text(encoding="utf-8"))
 
 
 def _vocab(choice: str) -> int | None:

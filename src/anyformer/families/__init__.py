@@ -51,7 +51,7 @@ def family_for(spec: TransformerSpec, parameters: Collection[str], first: str = 
             values = family.config(spec) | {"model_type": name}
             tensors = [theirs for link in links(family.rules(spec), parameters) for theirs in link.theirs]
             back, _ = family.read(values, tensors)
-        except (AttributeError, IndexError, StopIteration, TypeError, ValueError):
+        except (AttributeError, LookupError, StopIteration, TypeError, ValueError):
             continue  # of another shape
         if back == shortest(spec):
             return name, values

@@ -83,7 +83,7 @@ class Attention(Mixer, kind="attention"):
     def _kept(self, dim: int, length: int) -> int:
         """Numbers in the cache: keys and values of as many tokens as the pattern reaches back."""
         reach = self.pattern.reach()
-        kept = length if reach is None else min(length, reach + self.pattern.first())
+        kept = length if reach is None else min(length, max(reach, 1) + self.pattern.first())
         return 2 * self.kv_heads * self.width(dim) * kept
 
 

@@ -20,8 +20,8 @@ __all__ = ["RULES", "Rule", "refuse"]
 
 
 class Rule(NamedTuple):
-    """`asked`: about what it is asked; `between`: the slots that it joins; `says`: the rule in words; `broken`: why it is
-    broken, or None."""
+    """`asked`: about what it is asked; `between`: the slots that it joins; `says`: the rule in words; `broken`: why
+    it is broken, or None."""
 
     asked: str
     between: str

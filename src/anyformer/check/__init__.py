@@ -1,0 +1,1 @@
+"""Check: the promises that any Transformer makes, measured."""
