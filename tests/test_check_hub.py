@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anyformer.check.hub import HubSubject, open_hub
 from anyformer.check.law import apart
-from anyformer.check.laws.seen import padded, texts
+from anyformer.check.layouts import padded, texts
 from anyformer.check.report import Finding
 from anyformer.check.run import check
 from anyformer.check.subject import Text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 
 import anyformer as af
+from anyformer.check import many
 from anyformer.check.combinations import Table
 from anyformer.check.many import check_all, check_part
 from anyformer.check.page import page
@@ -171,6 +173,20 @@ def test_processes_find_what_one_process_finds(few: None) -> None:
     assert two.lawful
     assert one["evaluation"].trials == two["evaluation"].trials > 50
     assert one["evaluation"].models == two["evaluation"].models > 10
+
+
+def test_ctrl_c_leaves_what_was_found(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = many._findings
+
+    def interrupted(*arguments: Any) -> Iterator[Any]:
+        yield from itertools.islice(whole(*arguments), 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(many, "_findings", interrupted)
+    report = check_all(cover=True, only=["evaluation"], jobs=1)
+    assert report["evaluation"].models == 2
+    assert not report.lawful
+    assert report.notes[0].startswith("stopped after 2 of 18 combinations")
 
 
 class Later(af.Subject):

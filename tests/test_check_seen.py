@@ -16,6 +16,7 @@ from torch import Tensor
 import anyformer as af
 from anyformer.check.law import NotApplicable
 from anyformer.check.laws import seen
+from anyformer.check.layouts import packed, padded, texts
 from anyformer.check.ours import Ours
 from anyformer.check.run import check, judge
 from anyformer.check.subject import Subject, Text
@@ -299,14 +300,14 @@ def test_models_of_others_are_asked_what_they_answer() -> None:
 
 def test_layouts_hold_each_row_where_they_say() -> None:
     subject = Ours(both().build())
-    rows = seen.texts(subject, (2, 4))
+    rows = texts(subject, (2, 4))
     for side, columns in {"left": [3, 4], "right": [0, 1], "both": [2, 3]}.items():
-        batch = seen.padded(subject, rows, side, 1)
+        batch = padded(subject, rows, side, 1)
         assert batch.tokens.real[0].nonzero()[:, 0].tolist() == columns
         assert all(batch.ids[i, batch.tokens.real[i]].equal(row.ids[0]) for i, row in enumerate(rows))
         assert batch.source_tokens is not None
         assert batch.source_tokens.real.sum(1).tolist() == [1, 3]
-    row = seen.packed(subject, [rows], 1)
+    row = packed(subject, [rows], 1)
     assert row.tokens.seg.tolist() == [[0, 0, 1, 1, 1, 1, -1]]
     assert row.ids[0, :6].equal(torch.cat([text.ids[0] for text in rows]))
     assert row.source_tokens is not None

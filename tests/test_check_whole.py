@@ -23,7 +23,7 @@ from anyformer import block as blocks
 from anyformer.cache import Cache
 from anyformer.check import ours
 from anyformer.check.changed import without_dropout
-from anyformer.check.laws import whole
+from anyformer.check.laws import precision, whole
 from anyformer.check.ours import Ours
 from anyformer.check.run import check
 from anyformer.checkpoint.load import Loaded
@@ -34,7 +34,7 @@ from anyformer.parts.norm import RMSNormModule
 from anyformer.parts.position import RotaryModule
 
 DIM, VOCAB, NORM = 16, 17, af.RMSNorm()
-NAMES = [law.name for law in whole.LAWS if law.name != "compiled"]
+NAMES = [law.name for law in (*whole.LAWS, *precision.LAWS)]
 
 
 def decoder(mixer: af.Op | None = None, ffn: af.Op | None = None, **fields: Any) -> af.TransformerSpec:

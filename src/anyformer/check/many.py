@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -39,6 +40,7 @@ def check_all(
 ) -> Report:
     """Hold every legal combination of parts to the laws, as tiny models: some thousands; with `cover`, only as many as
     hold every legal pair of parts. Laws that are judged once a model are left out. `jobs` processes (None: one a core).
+    Ctrl-C ends it with the report of what was tried so far.
     """
     return _many("", cover=cover, only=only, seed=seed, jobs=jobs, tell=tell)
 
@@ -72,19 +74,18 @@ def _many(target: str, *, cover: bool, only: Sequence[str], seed: int, jobs: int
     if not rows:
         raise ValueError(f"{target} goes together with nothing: {table.refusal(next(_any_row(table)))}")
     merged: dict[str, Finding] = {}
-    broken: set[Row] = set()
-    for done, (row, findings) in enumerate(_findings(target, rows, laws, seed, jobs)):
-        tell(" · ".join(row[: len(CORE)]), done / len(rows))
-        for finding in findings:
-            merged[finding.law] = _worse(merged.get(finding.law), finding, row)
-            if finding.verdict == "fail":
-                broken.add(row)
+    done, broken = 0, 0
+    with contextlib.suppress(KeyboardInterrupt):
+        for row, findings in _findings(target, rows, laws, seed, jobs):
+            tell(" · ".join(row[: len(CORE)]), done / len(rows))
+            for finding in findings:
+                merged[finding.law] = _worse(merged.get(finding.law), finding, row)
+            done, broken = done + 1, broken + any(finding.verdict == "fail" for finding in findings)
     kind = "a pairwise cover of" if cover else "all"
-    note = (
-        f"{len(rows)} combinations ({kind} the legal ones), {len(broken)} of them break a law; "
-        f"{time.perf_counter() - begin:.0f} s"
-    )
-    return Report(target or "every combination", tuple(merged.values()), (note,))
+    note = f"{len(rows)} combinations ({kind} the legal ones), {broken} of them break a law"
+    note = note if done == len(rows) else f"stopped after {done} of {note}"
+    note = f"{note}; {time.perf_counter() - begin:.0f} s"
+    return Report(target or "every combination", tuple(merged.values()), (note,), stopped=done < len(rows))
 
 
 def _any_row(table: Table) -> Iterator[Row]:
@@ -109,7 +110,7 @@ def _findings(
             for chunk in chunks:
                 yield from _judged(target, chunk, laws, seed)
         return
-    with _one_thread(), ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with _one_thread(), ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _deaf) as pool:
         waiting = [pool.submit(_judged, target, chunk, laws, seed) for chunk in chunks]
         try:
             for future in waiting:
@@ -117,6 +118,11 @@ def _findings(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _deaf() -> None:
+    """Ctrl-C is for the process that started this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

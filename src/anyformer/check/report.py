@@ -59,16 +59,17 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The findings about one subject, in the order of the laws."""
+    """The findings about one subject, in the order of the laws; `stopped` if there would have been more to try."""
 
     subject: str
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
+    stopped: bool = False
 
     @property
     def lawful(self) -> bool:
-        """Whether no law was broken."""
-        return not self.broken
+        """Whether no law was broken, and all was tried."""
+        return not self.broken and not self.stopped
 
     @property
     def broken(self) -> list[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anyformer.check.law import Law
-from anyformer.check.laws import attention, cached, distance, patterns, seen, training, whole
+from anyformer.check.laws import attention, cached, compiled, distance, patterns, precision, seen, training, whole
 
 __all__ = ["LAWS"]
 
@@ -15,4 +15,6 @@ LAWS: tuple[Law, ...] = (
     *distance.LAWS,
     *training.LAWS,
     *whole.LAWS,
+    *precision.LAWS,
+    *compiled.LAWS,
 )

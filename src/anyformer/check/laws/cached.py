@@ -13,7 +13,7 @@ from torch import Tensor
 from anyformer.accelerate.fast import accelerate
 from anyformer.accelerate.operators import has_numba
 from anyformer.check.law import EPS, Law, Trial, Trials, apart, law, needs
-from anyformer.check.laws.seen import marked, packed, padded, planning, steady, texts
+from anyformer.check.layouts import marked, packed, padded, planning, steady, texts
 from anyformer.check.ours import Ours
 from anyformer.check.subject import Subject, Text
 from anyformer.parts.attention import Attention

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anyformer.block import BranchModule
 from anyformer.check.changed import small, undropped, without_dropout
 from anyformer.check.law import Law, Trial, Trials, apart, law, needs
-from anyformer.check.laws.seen import marked
+from anyformer.check.layouts import marked
 from anyformer.check.ours import Ours
 from anyformer.check.subject import Subject, Text, stir
 from anyformer.parts.attention import Attention, AttentionModule
