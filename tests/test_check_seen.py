@@ -295,7 +295,7 @@ def test_models_of_others_are_asked_what_they_answer() -> None:
     asked = [name for name in NAMES if found[name].verdict == "pass"]
     assert asked == ["future", "padding", "batch", "packing"]
     assert found["future_gradients"].why == "nothing is known of where this kind of model embeds its text"
-    assert found["order"].why == "only models of this library are told the position of each token"
+    assert found["order"].why == "it asks for the parts of a model of this library"
 
 
 def test_layouts_hold_each_row_where_they_say() -> None:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from anyformer.block import Block
 from anyformer.check.ours import Ours
 from anyformer.model import TransformerSpec
-from anyformer.parts.head import LMHead
 from anyformer.spec import Spec, SpecError
 
 __all__ = ["small", "undropped", "without_dropout"]
@@ -20,7 +19,7 @@ SpecKind = TypeVar("SpecKind", bound=Spec)
 def undropped(s: Ours) -> Ours:
     """A model whose spec has no dropout, with the same weights."""
     spec = without_dropout(s.spec)
-    if spec == s.spec:
+    if spec == s.spec or s.fixed:
         return s
     model = spec.build(init=None, device=s.device, dtype=s.dtype)
     model.load_state_dict(s.model.state_dict())
@@ -40,7 +39,7 @@ def _without_dropout(value: Any) -> Any:
 
 
 def small(spec: TransformerSpec) -> TransformerSpec:
-    """The same parts, narrow: each kind of block once, with a head over 32 words. The spec itself if none is legal."""
+    """The same parts, narrow: each kind of block once, over 32 words. The spec itself if none is legal."""
     for width in (4, 8, 16, 32, 64):
         try:
             narrow = _narrow(spec, {"vocab_size": 32, "dim": 16, "hidden": 32, "head_dim": width})
@@ -59,6 +58,4 @@ def _narrow(value: Any, sizes: Mapping[str, int]) -> Any:
         return value
     fields = {name: _narrow(field, sizes) for name, field in value.items()}
     fields |= {name: size for name, size in sizes.items() if name in fields and (fields[name] or name == "head_dim")}
-    if isinstance(value, TransformerSpec) and not isinstance(value.head, LMHead):
-        fields["head"] = LMHead()
-    return dataclasses.replace(value, **fields)
+    return dataclasses.replace(value, **fields)  # type: ignore[type-var]

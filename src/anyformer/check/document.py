@@ -109,7 +109,7 @@ def _markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def with_laws(page: str) -> str:
     """The page with the table of laws between its two marks."""
-    rows = ((f"`{law.name}`", law.title, f"{law.means} {law.measured}") for law in LAWS)
+    rows = ((f"`{law.name}`{' †' * law.once}", law.title, f"{law.means} {law.measured}") for law in LAWS)
     laws = _markdown(("name", "law", "what it means, and how it is measured"), rows)
     before, after = page.split(MARKS[0])[0], page.split(MARKS[1])[1]
     return f"{before}{MARKS[0]}\n{laws}\n{MARKS[1]}{after}"

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from anyformer.check.subject import Subject, Text
+from anyformer.check.subject import NotApplicable, Subject, Text
 from anyformer.tokens import Tokens
 
 __all__ = ["HubSubject", "open_hub"]
@@ -69,7 +69,7 @@ class HubSubject(Subject):
     def answer(self, text: Text) -> Float[Tensor, "B T X"]:
         """Logits; of a head that pools, the hidden states under it."""
         if not text.ids.numel():
-            raise NotImplementedError("nothing is promised there of a batch without a row or a token")
+            raise NotApplicable("nothing is promised there of a batch without a row or a token")
         said = self.said(text)
         out = self.module(**said, **self.given)
         for name in ("logits", "prediction_logits", "last_hidden_state"):
@@ -93,7 +93,7 @@ class HubSubject(Subject):
             return words
         packed, counted = several(tokens), follows(tokens)
         if packed and (side or self.sources or not self.causal):
-            raise NotImplementedError("rows of several documents are known to decoders alone")
+            raise NotApplicable("rows of several documents are known to decoders alone")
         if not packed and not (tokens.real.all() and counted):
             words[f"{side}attention_mask"] = tokens.real.long()
         if packed or not counted or (self.positions and f"{side}position_ids" in self.takes):
@@ -103,9 +103,9 @@ class HubSubject(Subject):
     def placed(self, tokens: Tokens, name: str) -> Int[Tensor, "B T"]:
         """Positions as this model counts them."""
         if name not in self.takes:
-            raise NotImplementedError("this kind of model cannot be told positions")
+            raise NotApplicable("this kind of model cannot be told positions")
         if self.causal and not several(tokens) and bool((tokens.pos.diff(dim=1) < 0).any()):
-            raise NotImplementedError("a decoder reads tokens in the order in which they stand")
+            raise NotApplicable("a decoder reads tokens in the order in which they stand")
         return tokens.pos + self.first
 
     @torch.inference_mode()
@@ -113,9 +113,9 @@ class HubSubject(Subject):
         """Empty pieces are left out: there is no call without a token."""
         name = next((name for name in ("cache", "past_key_values") if name in self.takes), None)
         if not self.causal or name is None:
-            raise NotImplementedError("an encoder reads its text at once: it has no cache")
+            raise NotApplicable("it is not known to read a text piece by piece, by a cache")
         if several(text.tokens):
-            raise NotImplementedError("rows of several documents are known without a cache alone")
+            raise NotApplicable("rows of several documents are known without a cache alone")
         side, said = "decoder_" if self.sources else "", self.said(text)
         if self.sources:
             source = {"input_ids": said.pop("input_ids"), "attention_mask": said.get("attention_mask")}
@@ -141,10 +141,10 @@ class HubSubject(Subject):
     def generated(self, prompts: Sequence[Sequence[int]], **choices: Any) -> list[list[int]]:
         """Prompts are padded on the left, as `transformers` asks of generation; it refuses to make no token at all."""
         if not self.module.can_generate():
-            raise NotImplementedError("only a decoder with logits over its vocabulary generates")
+            raise NotApplicable("only a decoder with logits over its vocabulary generates")
         seed, end_ids, heat = choices.get("seed", 0), choices.get("end_ids", ()), choices.get("temperature", 0.0)
         if not isinstance(seed, int):
-            raise NotImplementedError("a seed is for the whole batch")
+            raise NotApplicable("a seed is for the whole batch")
         if not choices["max_new_tokens"]:
             return [[] for _ in prompts]
         longest, pad = max(map(len, prompts)), self.pad or 0
@@ -153,13 +153,18 @@ class HubSubject(Subject):
         said: Keywords = {"input_ids": ids, "attention_mask": mask}
         if self.sources:
             said = {f"decoder_{key}": value for key, value in said.items()}
-            said |= {"input_ids": torch.tensor([[1, 2, 3]]).expand(len(ids), -1), "decoder_start_token_id": ids[:, 0]}
+            said |= {"input_ids": self.read().cpu().expand(len(ids), -1), "decoder_start_token_id": ids[:, 0]}
         how = {"do_sample": heat > 0, "eos_token_id": [*end_ids] or [self.vocab_size], "pad_token_id": pad}
         how |= {"temperature": heat, "top_k": 0} if heat > 0 else {}
+        said = {key: value.to(self.device) for key, value in said.items()}
+        own = self.module.generation_config  # a penalty that a folder asks for is none of ours
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            said = {key: value.to(self.device) for key, value in said.items()}
-            found = self.module.generate(**said, **how, max_new_tokens=choices["max_new_tokens"])
+            self.module.generation_config = type(own)()
+            try:
+                found = self.module.generate(**said, **how, max_new_tokens=choices["max_new_tokens"])
+            finally:
+                self.module.generation_config = own
         return [through(row, end_ids) for row in found[:, longest:].tolist()]
 
     def reloaded(self, folder: str) -> HubSubject:
@@ -221,8 +226,8 @@ def open_hub(path: str | Path) -> HubSubject:
         kind = getattr(transformers, name, None)
         if kind is None:
             raise ValueError(f"`transformers` has no class {name!r}, which its config names under `architectures`")
-        model = kind.from_pretrained(path, local_files_only=True)
-    except (OSError, KeyError, ValueError) as error:
+        model = kind.from_pretrained(path, local_files_only=True, use_safetensors=True)
+        return HubSubject(model.eval(), name=Path(path).name)
+    except Exception as error:  # the library raises a dozen classes, of several packages
         why = str(error).partition("\n")[0]
-        raise ValueError(f"{path} cannot be loaded by transformers (code in a folder is never run): {why}") from None
-    return HubSubject(model.eval(), name=Path(path).name)
+        raise ValueError(f"{path} cannot be loaded by transformers (code in a folder is never run): {why}") from error

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyformer.check.subject import Subject
+from anyformer.check.subject import NotApplicable, Subject
 
-__all__ = ["EPS", "Law", "NotApplicable", "Trial", "Trials", "apart", "holds", "law", "needs"]
+__all__ = ["ALLOWED", "INTEGERS", "Law", "NotApplicable", "Trial", "Trials", "apart", "holds", "law", "needs"]
 
-EPS: Mapping[torch.dtype, float] = {
+ALLOWED: Mapping[torch.dtype, float] = {
     torch.float64: 2.0**20,
     torch.float32: 2.0**12,
     torch.float16: 2.0**7,
@@ -39,10 +39,6 @@ class Trial(NamedTuple):
 Trials = Iterator[Trial]
 
 
-class NotApplicable(Exception):
-    """This law says nothing about this model; the message says why."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Law:
     """`anew`: judged on a copy whose weights are drawn anew, so that every part matters, in float64 and in the model's
@@ -55,7 +51,7 @@ class Law:
     measured: str
     run: Callable[[Subject], Trials]
     unit: str = "eps"
-    limits: Mapping[torch.dtype, float] | float = dataclasses.field(default_factory=lambda: EPS)
+    limits: Mapping[torch.dtype, float] | float = dataclasses.field(default_factory=lambda: ALLOWED)
     anew: bool = True
     once: bool = False
 
@@ -69,7 +65,7 @@ def law(
     title: str,
     *,
     unit: str = "eps",
-    limits: Mapping[torch.dtype, float] | float = EPS,
+    limits: Mapping[torch.dtype, float] | float = ALLOWED,
     anew: bool = True,
     once: bool = False,
 ) -> Callable[[Callable[[Subject], Trials]], Law]:
@@ -84,6 +80,9 @@ def law(
 
 def _line(text: str) -> str:
     return " ".join(text.split())
+
+
+INTEGERS = "its weights are integers"
 
 
 def needs(condition: object, why: str) -> None:

@@ -17,7 +17,10 @@ from anyformer.block import Stack
 from anyformer.check.law import Trials, needs
 from anyformer.check.ours import Ours
 from anyformer.check.subject import Subject, Text
+from anyformer.parts.attention import Attention
 from anyformer.parts.moe import MoE
+from anyformer.parts.op import Op
+from anyformer.parts.per_head import PerHead
 from anyformer.tokens import Tokens
 
 __all__ = ["cut", "lengths", "marked", "packed", "padded", "planning", "steady", "texts"]
@@ -66,10 +69,20 @@ def lengths(s: Subject, wanted: Sequence[int]) -> list[int]:
 
 def marked(s: Subject, text: Text) -> Text:
     """Every third token of each document marked, if the model looks at marks."""
-    if not (isinstance(s, Ours) and any("Global" in repr(op) for op in s.ops())):
+    if not (isinstance(s, Ours) and any(map(_looks_at_marks, s.ops()))):
         return text
     source = None if text.source_tokens is None else _marked(text.source_tokens)
     return dataclasses.replace(text, tokens=_marked(text.tokens), source_tokens=source)
+
+
+def _looks_at_marks(op: Op) -> bool:
+    """Whether marked tokens see, or are seen, otherwise than others."""
+    if op.marked_see_all or not isinstance(op, Attention):
+        return op.marked_see_all
+    tokens = Tokens.arange(1, 41)
+    patterns = op.pattern.patterns if isinstance(op.pattern, PerHead) else (op.pattern,)
+    other = _marked(tokens)
+    return not all(torch.equal(part.mask(tokens, tokens), part.mask(other, other)) for part in patterns)
 
 
 def _marked(tokens: Tokens) -> Tokens:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from anyformer.check.combinations import CORE, Row, Table
 from anyformer.check.named import named
 from anyformer.check.ours import Ours
 from anyformer.check.report import Finding, Report
-from anyformer.check.run import chosen, judge
+from anyformer.check.run import Tell, chosen, judge
+from anyformer.kernels.base import Kernel
 
 __all__ = ["check_all", "check_part"]
 
-Tell = Callable[[str, float], None]
+UNBUILT = Finding("built", "a legal model can be built", "A spec that is not refused makes a model.", "", "fail")
 CHUNK = 8
 """Rows that a process is given at once."""
 THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -64,7 +65,7 @@ def check_part(
 
 def _many(target: str, *, cover: bool, only: Sequence[str], seed: int, jobs: int | None, tell: Tell) -> Report:
     begin = time.perf_counter()
-    laws = [law.name for law in chosen(only) if not law.once]
+    laws = [law.name for law in chosen(only) if not law.once or (law.name == "tiles" and _kernel(target))]
     if not laws:
         raise ValueError(
             f"{', '.join(only)}: judged once a model, so not over a table; leave --only out, or name others"
@@ -72,7 +73,8 @@ def _many(target: str, *, cover: bool, only: Sequence[str], seed: int, jobs: int
     table = _table(target)
     rows = table.cover(seed) if cover else list(table.rows(seed))
     if not rows:
-        raise ValueError(f"{target} goes together with nothing: {table.refusal(next(_any_row(table)))}")
+        first = tuple(next(iter(choices)) for choices in table.axes.values())
+        raise ValueError(f"{target} goes together with nothing; with {', '.join(first)}: {table.refusal(first)}")
     merged: dict[str, Finding] = {}
     done, broken = 0, 0
     with contextlib.suppress(KeyboardInterrupt):
@@ -83,13 +85,16 @@ def _many(target: str, *, cover: bool, only: Sequence[str], seed: int, jobs: int
             done, broken = done + 1, broken + any(finding.verdict == "fail" for finding in findings)
     kind = "a pairwise cover of" if cover else "all"
     note = f"{len(rows)} combinations ({kind} the legal ones), {broken} of them break a law"
+    left = [law.name for law in chosen(only) if law.name not in laws]
+    note = f"{note}; left out, as they are judged once a model: {', '.join(left)}" if left else note
     note = note if done == len(rows) else f"stopped after {done} of {note}"
     note = f"{note}; {time.perf_counter() - begin:.0f} s"
     return Report(target or "every combination", tuple(merged.values()), (note,), stopped=done < len(rows))
 
 
-def _any_row(table: Table) -> Iterator[Row]:
-    yield tuple(next(iter(choices)) for choices in table.axes.values())
+def _kernel(target: str) -> Kernel | None:
+    """The user's kernel, if it is one that is named."""
+    return named(target).kernel if target else None
 
 
 def _table(target: str) -> Table:
@@ -141,11 +146,15 @@ def _one_thread() -> Iterator[None]:
 
 def _judged(target: str, rows: list[Row], laws: Sequence[str], seed: int) -> list[tuple[Row, list[Finding]]]:
     """What was found about each row; runs in a process of its own, which makes the table anew."""
-    table, kernel = _table(target), named(target).kernel if target else None
+    table, kernel = _table(target), _kernel(target)
     found = []
     for number, row in enumerate(rows):
         torch.manual_seed(seed)
-        model = table.spec(row).build(dtype=torch.float64 if number % NARROW else torch.float32).eval()
+        try:
+            model = table.spec(row).build(dtype=torch.float64 if number % NARROW else torch.float32).eval()
+        except Exception as error:  # a part of the user's own may be legal, and yet not be made
+            found.append((row, [replace(UNBUILT, why=f"raised {type(error).__name__}: {error}")]))
+            continue
         subject = Ours(model, name=" · ".join(row), kernel=kernel, seed=seed)
         found.append((row, [judge(law, subject) for law in chosen(laws)]))
     return found
@@ -154,7 +163,7 @@ def _judged(target: str, rows: list[Row], laws: Sequence[str], seed: int) -> lis
 def _worse(known: Finding | None, new: Finding, row: Row) -> Finding:
     """One finding for both: the worse of the two, and how many models the law applies to."""
     applies = new.verdict != "not applicable"
-    told = dataclasses.replace(new, models=int(applies), where=" · ".join(row) if applies else "")
+    told = replace(new, models=int(applies), where=" · ".join(row) if applies else "")
     if known is None:
         return told
     order = {"not applicable": 0, "pass": 1, "fail": 2}
@@ -162,4 +171,4 @@ def _worse(known: Finding | None, new: Finding, row: Row) -> Finding:
     sums: dict[str, Any] = {
         name: getattr(known, name) + getattr(told, name) for name in ("trials", "models", "seconds")
     }
-    return dataclasses.replace(worse, **sums)
+    return replace(worse, **sums)

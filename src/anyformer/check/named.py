@@ -68,8 +68,8 @@ def named(target: str) -> Named:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{target} cannot be found: {error}") from None
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"{target} cannot be found: {type(error).__name__}: {error}") from error
     if not isinstance(found, Part | Kernel):
         found = _made(target, found)
     if isinstance(found, Kernel):

@@ -11,13 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from anyformer.accelerate.quantize import quantized
 from anyformer.check.law import needs
-from anyformer.check.subject import Subject, Text
+from anyformer.check.subject import NotApplicable, Subject, Text
 from anyformer.checkpoint.load import load, save
 from anyformer.generate.loop import generate
 from anyformer.model import States, Transformer, TransformerSpec
 from anyformer.parts.attention import Attention
-from anyformer.parts.head import PooledHead
+from anyformer.parts.head import LMHead, PooledHead
 from anyformer.parts.op import Op
 
 __all__ = ["Ours", "ours"]
@@ -36,6 +37,9 @@ class Ours(Subject):
         self.causal, self.sources = bool(spec.decoder), bool(spec.encoder and spec.decoder)
         reach = [op.pattern.frontier() or 0 for op in self.ops("decoder") if isinstance(op, Attention)]
         self.frontier = max(reach, default=0)
+        self.fixed = quantized(model) is not None
+        if self.fixed:
+            self.notes = ("its weights are integers, so laws are judged on them as they are, and none on gradients",)
 
     @property
     def model(self) -> Transformer:
@@ -77,7 +81,7 @@ class Ours(Subject):
     @torch.inference_mode()
     def by_pieces(self, text: Text, split: Sequence[int]) -> Float[Tensor, "B T X"]:
         if self.model.decoder is None:
-            raise NotImplementedError("an encoder reads its text at once: it has no cache")
+            raise NotApplicable("an encoder reads its text at once: it has no cache")
         cache = self.model.new_cache(len(text.ids), max(text.length, 1))
         memory, parts = self.memory(text), []
         for begin, end in itertools.pairwise([0, *itertools.accumulate(split)]):
@@ -94,11 +98,11 @@ class Ours(Subject):
         return self.model.tokens
 
     def generated(self, prompts: Sequence[Sequence[int]], **choices: Any) -> list[list[int]]:
-        if self.model.decoder is None or not hasattr(self.model.head, "project"):
-            raise NotImplementedError("only a decoder with logits over its vocabulary generates")
+        if self.model.decoder is None or not isinstance(self.spec.head, LMHead):
+            raise NotApplicable("only a decoder with logits over its vocabulary generates")
         source = None
         if self.sources:
-            source = self.model.tokens.weight.new_tensor([[1, 2, 3]], dtype=torch.long).expand(len(prompts), -1)
+            source = self.read().expand(len(prompts), -1)
         return generate(self.model, prompts, source=source, **choices).ids
 
     def reloaded(self, folder: str) -> Ours:

@@ -7,7 +7,6 @@ from importlib import resources
 from pathlib import Path
 
 import jinja2
-from markupsafe import Markup
 
 from anyformer.check.report import Finding, Report
 from anyformer.files import write_text
@@ -39,7 +38,7 @@ def _at(share: float) -> float:
     return (power - LOW) / (HIGH - LOW) * WIDTH
 
 
-def _bar(finding: Finding) -> Markup:
+def _bar(finding: Finding) -> str:
     share, height = finding.share, 14
     colour = "var(--bad)" if share > 1 else "var(--good)"
     drawn = max(_at(share), 3)
@@ -51,7 +50,7 @@ def _bar(finding: Finding) -> Markup:
     return _drawn(shapes, height, f"{share:.2g} of what is allowed")
 
 
-def _axis() -> Markup:
+def _axis() -> str:
     """The powers of ten over the bars."""
     ticks = "".join(
         f'<text x="{_at(10.0**power):.1f}" y="10" text-anchor="{anchor}">{10.0**power:g}</text>'
@@ -60,8 +59,8 @@ def _axis() -> Markup:
     return _drawn(ticks, 12, "share of what is allowed")
 
 
-def _drawn(shapes: str, height: int, label: str) -> Markup:
-    return Markup(
+def _drawn(shapes: str, height: int, label: str) -> str:
+    return (
         f'<svg width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
         f"{shapes}</svg>"
     )

@@ -68,15 +68,18 @@ class Report:
 
     @property
     def lawful(self) -> bool:
-        """Whether no law was broken, and all was tried."""
-        return not self.broken and not self.stopped
+        """Whether no law was broken, some were kept, and all was tried."""
+        return not self.broken and not self.stopped and any(finding.verdict == "pass" for finding in self.findings)
 
     @property
     def broken(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.verdict == "fail"]
 
     def __getitem__(self, law: str) -> Finding:
-        return next(finding for finding in self.findings if finding.law == law)
+        known = {finding.law: finding for finding in self.findings}
+        if law not in known:
+            raise KeyError(f"{law!r} was not judged; known: {', '.join(known)}")
+        return known[law]
 
     def __str__(self) -> str:
         """One line, and one more for each law that is broken."""
@@ -96,7 +99,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Plain data; numbers that JSON has no word for become text."""
         findings = [{key: _plain(value) for key, value in dataclasses.asdict(f).items()} for f in self.findings]
-        return {"subject": self.subject, "lawful": self.lawful, "notes": [*self.notes], "findings": findings}
+        told = {"subject": self.subject, "lawful": self.lawful, "stopped": self.stopped, "notes": [*self.notes]}
+        return {**told, "findings": findings}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 
 from anyformer.tokens import Tokens
 
-__all__ = ["Subject", "Text", "stir"]
+__all__ = ["NotApplicable", "Subject", "Text", "stir"]
+
+
+class NotApplicable(Exception):
+    """A law says nothing about this model, or the model has no answer to its question; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Subject:
 
     `causal`: no answer may depend on later tokens, but for those before position `frontier`, which all may see.
     `sources`: it reads a source beside the text. `max_len`: how many positions it has; None for no bound. `notes`: what
-    to know of how it was asked, for the report.
+    to know of how it was asked, for the report. `fixed`: its weights cannot be drawn anew (they are integers).
     """
 
     name: str = "model"
@@ -64,6 +68,7 @@ class Subject:
     sources: bool = False
     max_len: int | None = None
     notes: tuple[str, ...] = ()
+    fixed: bool = False
 
     def __init__(self, module: nn.Module, *, seed: int = 0) -> None:
         self.module, self.seed = module, seed
@@ -73,27 +78,27 @@ class Subject:
 
     def answer(self, text: Text) -> Float[Tensor, "B T X"]:
         """What it says of each token: logits or hidden states."""
-        raise NotImplementedError("this kind of model gives no answer a token")
+        raise NotApplicable("this kind of model gives no answer a token")
 
     def by_pieces(self, text: Text, split: Sequence[int]) -> Float[Tensor, "B T X"]:
         """The same, read piece by piece through the model's own cache."""
-        raise NotImplementedError("this kind of model has no cache that could be asked")
+        raise NotApplicable("this kind of model has no cache that could be asked")
 
     def embedding(self) -> nn.Module:
         """The module whose output, (B, T, D), is the embedded text."""
-        raise NotImplementedError("nothing is known of where this kind of model embeds its text")
+        raise NotApplicable("nothing is known of where this kind of model embeds its text")
 
     def generated(self, prompts: Sequence[Sequence[int]], **choices: Any) -> list[list[int]]:
         """New ids for each prompt: `max_new_tokens`, `end_ids`, `temperature`, `seed`."""
-        raise NotImplementedError("this kind of model does not generate")
+        raise NotApplicable("this kind of model does not generate")
 
     def reloaded(self, folder: str) -> Subject:
         """The model, saved into `folder` and loaded again."""
-        raise NotImplementedError("nothing is known of how this kind of model is saved")
+        raise NotApplicable("nothing is known of how this kind of model is saved")
 
     def fresh(self) -> Subject:
         """A model of the same kind with new weights, as training would begin."""
-        raise NotImplementedError("nothing is known of how this kind of model is made anew")
+        raise NotApplicable("nothing is known of how this kind of model is made anew")
 
     # -- what laws share ----------------------------------------------------------------------------------------------
 
@@ -126,6 +131,10 @@ class Subject:
             return Text(ids, tokens)
         source = self.longest(source)
         return Text(ids, tokens, self.ids(batch, source), Tokens.arange(batch, source, device=self.device))
+
+    def read(self) -> Int[Tensor, "1 3"]:
+        """The source that is read while `generated` makes text."""
+        return torch.tensor([[1, 2, 3]], device=self.device) % self.vocab_size
 
     def anew(self, dtype: torch.dtype) -> Subject:
         """A copy in `dtype` with other weights, large enough for each token to matter to all that see it."""

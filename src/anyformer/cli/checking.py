@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from anyformer.model import Transformer, TransformerSpec
 
 __all__ = ["check"]
 
+PART = r"[A-Za-z_][\w.]+:\w+"
+"""How a part of one's own is named: a drive of Windows has one letter."""
 LARGE = 20_000_000
 """Parameters, from which on new weights are not made: the parts are checked in a narrow model."""
 
@@ -48,6 +51,8 @@ def check(
         raise ValueError("name one thing to check: TARGET, --transformers PATH, or --all")
     if cover and not everything:
         raise ValueError("--cover says how much of --all is tried: give both")
+    if settings and (target is None or re.fullmatch(PART, target)):
+        raise ValueError("--set changes a MODEL's spec: it goes with no part, --transformers or --all")
     given: dict[str, Any] = {"only": [name.strip() for name in only.split(",")] if only else [], "seed": seed}
     with _progress() as tell:
         report = _report(target, theirs, settings, cover, jobs, {**given, "tell": tell})
@@ -76,7 +81,7 @@ def _report(
         return check_model(open_hub(theirs), **given)
     if target is None:
         return check_all(cover=cover, jobs=jobs, **given)
-    if ":" in target and not Path(target).exists():
+    if re.fullmatch(PART, target):
         return check_part(target, jobs=jobs, **given)
     torch.manual_seed(given["seed"])
     model, notes = _model(target, settings)
@@ -90,10 +95,12 @@ def _model(target: str, settings: tuple[str, ...]) -> tuple[Transformer, list[st
         return load(target).model, []
     spec: TransformerSpec = spec_of(target, settings)
     params = sum(cost.params for cost in spec.costs(1).values())
+    notes = ["with --set its weights are new ones"] if has_weights(target) else []
     if params <= LARGE:
-        return spec.build(), []
+        return spec.build(), notes
     made = small(spec)
-    return made.build(), [f"{target} has {params:,} parameters: checked were its parts, in a model {made.dim} wide"]
+    notes.append(f"{target} has {params:,} parameters: checked were its parts, in a model {made.dim} wide")
+    return made.build(), notes
 
 
 @contextmanager

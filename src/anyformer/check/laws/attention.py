@@ -20,7 +20,7 @@ from anyformer.check.asked import (
     texts,
     wording,
 )
-from anyformer.check.law import EPS, Law, Trial, Trials, apart, law, needs
+from anyformer.check.law import ALLOWED, Law, Trial, Trials, apart, law, needs
 from anyformer.check.ours import Ours
 from anyformer.check.subject import Subject
 from anyformer.check.textbook import attended, visible
@@ -80,13 +80,13 @@ def _held(s: Ours, asked: Asked, dtype: torch.dtype) -> Trials:
         out = out if asked.queries is None else out[:, [*asked.queries]]
         said = f"{kernel.name} in {str(dtype).removeprefix('torch.')}, {asked.said}"
         yield _share(apart(out, right, said), dtype)
-        if learned and (out.requires_grad or not right.requires_grad):
+        if learned:
             for name, mine, its in zip("qkv", _gradients(out, push, request), wanted, strict=True):
                 yield _share(apart(mine, its, f"gradient of {name} by {said}"), dtype)
 
 
 def _share(trial: Trial, dtype: torch.dtype) -> Trial:
-    return trial._replace(error=trial.error / EPS[dtype])
+    return trial._replace(error=trial.error / ALLOWED[dtype])
 
 
 def _gradients(out: Tensor, push: Tensor, request: Request) -> tuple[Tensor, ...]:
@@ -158,7 +158,7 @@ def empty_rows(s: Subject) -> Trials:
         text = laid_out(s, Tokens.padded(keep))
         answer = s.answer(text)
         weights = [weight for weight in s.module.parameters() if weight.requires_grad]
-        found = torch.autograd.grad(answer.double().square().mean(), weights, allow_unused=True)
+        found = torch.autograd.grad(answer.double().square().mean(), weights, allow_unused=True) if weights else ()
         said = f"ids {text.ids.tolist()}, of which real: {keep.tolist()}"
         yield Trial(_not_finite(answer), f"{said}: answers that are not finite")
         yield Trial(sum(_not_finite(x) for x in found if x is not None), f"{said}: gradients that are not finite")

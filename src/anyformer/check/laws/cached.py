@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anyformer.accelerate.fast import accelerate
 from anyformer.accelerate.operators import has_numba
-from anyformer.check.law import EPS, Law, Trial, Trials, apart, law, needs
+from anyformer.check.law import ALLOWED, Law, Trial, Trials, apart, law, needs
 from anyformer.check.layouts import marked, packed, padded, planning, steady, texts
 from anyformer.check.ours import Ours
 from anyformer.check.subject import Subject, Text
@@ -42,13 +42,14 @@ Ids = list[int]
 def cache(s: Subject) -> Trials:
     """What is said of a token is the same whether its text is read at once or piece by piece, by a cache.
 
-    Plain, left-padded and packed texts in several splits, against the full pass; texts that windows of up to 64 tokens
-    do not reach across; in float32 also one by one by the accelerated decoder.
+    A text of four tokens in every split; plain, padded and packed ones in several, against the full pass; texts that
+    windows of up to 64 tokens do not reach across; in float32 also one by one by the accelerated decoder.
     """
     needs(s.causal, "an encoder reads its text at once")
     steady(s)
-    plain = [marked(s, s.text(batch, s.longest(s.frontier + length))) for batch, length in ((1, 2), (2, LENGTH))]
-    yield from _split(s, plain[0], {"one by one": CUTS["one by one"]})
+    plain = [marked(s, s.text(batch, s.longest(s.frontier + length))) for batch, length in ((1, 4), (2, LENGTH))]
+    places = [cuts for count in range(4) for cuts in itertools.combinations((1, 2, 3), count)]
+    yield from _split(s, plain[0], {f"cut at {[*cuts]}": cuts for cuts in places})
     yield from _split(s, plain[1], CUTS | ({"with empty pieces": WITH_NOTHING} if isinstance(s, Ours) else {}))
     unevenly, at_last_singly = ({name: CUTS[name]} for name in ("unevenly", "a prompt, then one by one"))
     rows = texts(s, [s.frontier + length for length in (6, 2, LENGTH - 1)])
@@ -78,7 +79,7 @@ def _read(s: Subject, text: Text, split: Sequence[int], whole: Float[Tensor, "B 
 
 def _pieces(s: Subject, text: Text, cuts: Sequence[int]) -> list[int]:
     """The lengths of the pieces, without the cuts that fall within what all tokens see, or behind the end."""
-    legal = [cut for cut in cuts if cut <= text.length and not _splits_prefix(text.tokens, cut, s.frontier)]
+    legal = [cut for cut in cuts if cut < text.length and not _splits_prefix(text.tokens, cut, s.frontier)]
     return [end - begin for begin, end in itertools.pairwise([0, *legal, text.length])]
 
 
@@ -162,7 +163,7 @@ def _not_best(s: Subject, prompt: Ids, new: Ids) -> int:
         return 0
     logits = s.answer(text)[0, len(prompt) - 1 :].double()
     best, chosen = logits.amax(-1), logits.gather(1, torch.tensor(new, device=s.device)[:, None])[:, 0]
-    rounding = EPS[s.dtype] * torch.finfo(s.dtype).eps * logits.abs().amax(-1).clamp(min=1.0)
+    rounding = ALLOWED[s.dtype] * torch.finfo(s.dtype).eps * logits.abs().amax(-1).clamp(min=1.0)
     return int((best - chosen > rounding).sum())
 
 
@@ -174,7 +175,7 @@ def _asked(s: Subject, ids: Ids) -> Text | None:
         return Text(rows, tokens)
     if not isinstance(s, Ours):
         return None
-    return Text(rows, tokens, torch.tensor([[1, 2, 3]], device=s.device), Tokens.arange(1, 3, device=s.device))
+    return Text(rows, tokens, s.read(), Tokens.arange(1, 3, device=s.device))
 
 
 def _drawn(s: Subject, prompts: Sequence[Ids]) -> Trials:

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from anyformer.cache import Cache
 from anyformer.check.changed import small
-from anyformer.check.law import EPS, Law, Trial, Trials, apart, holds, law
+from anyformer.check.law import ALLOWED, Law, Trial, Trials, apart, holds, law
 from anyformer.check.layouts import cut
 from anyformer.check.ours import Ours
 from anyformer.check.subject import Subject, Text
 from anyformer.parts.moe import MoE
 from anyformer.parts.position import Rotary
-from anyformer.parts.recurrent import Recurrent
 
 __all__ = ["LAWS"]
 
@@ -54,7 +53,7 @@ def _few_graphs(s: Subject, calls: Iterable[tuple[Answering, Answering, Text]], 
         pieces = pieces or (graphs[0] if _in_pieces(s) else 1)
         said = f"{what} of {text.length} tokens, ids {text.ids.tolist()}"
         off = apart(got, right, f"{said}: compiled, the answer is another")
-        yield holds(off.error <= EPS[got.dtype], off.said)
+        yield holds(off.error <= ALLOWED[got.dtype], off.said)
         yield Trial(graphs[0] / max(pieces, 1), f"{said}: {graphs[0]} graphs were made up to here")
 
 
@@ -80,7 +79,7 @@ def _in_pieces(s: Subject) -> bool:
         return True
     turned = [position for position in s.spec.positions() if isinstance(position, Rotary)]
     looks = any(position.frequencies.looks_at_length for position in turned)
-    return looks or any(isinstance(op, MoE | Recurrent) for op in s.ops())
+    return looks or any(op.one_way or isinstance(op, MoE) for op in s.ops())
 
 
 @contextlib.contextmanager

@@ -11,16 +11,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anyformer.check.law import Law, Trial, Trials, apart, holds, law, needs
+from anyformer.check.law import INTEGERS, Law, Trial, Trials, apart, holds, law, needs
 from anyformer.check.layouts import cut, lengths, marked, packed, padded, planning, steady, texts
-from anyformer.check.ours import Ours
+from anyformer.check.ours import Ours, ours
 from anyformer.check.subject import Subject, Text
 from anyformer.parts.attention import Attention
 from anyformer.parts.head import PooledHead
 from anyformer.parts.linear_attention import LinearAttention
 from anyformer.parts.op import Mixer, Op
 from anyformer.parts.pattern import Causal, Full
-from anyformer.parts.recurrent import Recurrent
 from anyformer.tokens import Tokens
 
 __all__ = ["LAWS"]
@@ -76,6 +75,7 @@ def future_gradients(s: Subject) -> Trials:
     is exactly 0. All other gradients are finite.
     """
     needs(s.causal, AHEAD)
+    needs(not s.fixed, INTEGERS)
     for length in lengths(s, (2, 5)):
         one = [0] * length
         for layout, documents in {"plain": one, "padded": [-1, *one], "packed": [*one, *([1] * length)]}.items():
@@ -238,8 +238,7 @@ def order(s: Subject) -> Trials:
 
     Permuted texts and sources, against those in order.
     """
-    needs(isinstance(s, Ours), "only models of this library are told the position of each token")
-    assert isinstance(s, Ours)
+    s = ours(s)
     needs(not any(map(_runs, s.ops())), "a mixer reads a document as a run of tokens, in their order")
     steady(s)
     for length in sorted({s.longest(length) for length in (2, 3, 7)}):
@@ -266,7 +265,7 @@ def _moved(tokens: Tokens, way: Int[Tensor, "T"]) -> Tokens:
 
 def _runs(op: Op) -> bool:
     """Whether it reads tokens as they come."""
-    return isinstance(op, Recurrent) or (isinstance(op, LinearAttention) and op.pattern == Causal())
+    return op.one_way or (isinstance(op, LinearAttention) and op.pattern == Causal())
 
 
 def _blind(s: Ours, tokens: Tokens) -> bool:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from anyformer.block import BranchModule
 from anyformer.check.changed import small, undropped, without_dropout
-from anyformer.check.law import Law, Trial, Trials, apart, law, needs
+from anyformer.check.law import INTEGERS, Law, Trial, Trials, apart, law, needs
 from anyformer.check.layouts import marked
-from anyformer.check.ours import Ours
+from anyformer.check.ours import Ours, ours
 from anyformer.check.subject import Subject, Text, stir
 from anyformer.parts.attention import Attention, AttentionModule
-from anyformer.parts.head import LMHeadModule, PooledHead
+from anyformer.parts.head import LMHead, LMHeadModule, PooledHead
 from anyformer.parts.moe import MoEModule
 from anyformer.parts.per_head import PerHead
 from anyformer.parts.precision import at_least_float32
@@ -27,7 +27,6 @@ from anyformer.train.loss import IGNORE, cross_entropy
 
 __all__ = ["LAWS"]
 
-PARTS = "it asks for the parts of a model of this library"
 STILL = "none of its parameters takes gradients"
 
 
@@ -38,6 +37,7 @@ def accumulation(s: Subject) -> Trials:
 
     Rows of unequal lengths, padded, with random targets; first at once (the mean loss), then piece by piece.
     """
+    needs(not s.fixed, INTEGERS)
     needs(any(p.requires_grad for p in s.module.parameters()), STILL)
     if isinstance(s, Ours):
         s = undropped(s)
@@ -91,10 +91,10 @@ def noise(s: Subject) -> Trials:
     short of that of an even guess.
     """
     needs(s.causal, "an encoder may look ahead")
-    needs(isinstance(s, Ours), PARTS)
-    assert isinstance(s, Ours)
+    s = ours(s)
     needs(s.frontier <= 64, f"all may see the first {s.frontier} tokens: a longer text would take too long to learn")
     spec = small(without_dropout(s.spec))
+    spec = spec if isinstance(spec.head, LMHead) else spec.replace(head=LMHead())
     pupil = Ours(spec.build(device=s.device).train(), kernel=s.kernel, seed=s.seed)
     hidden = max(pupil.frontier, 1)
     length = pupil.longest(hidden + LENGTH - 1)
@@ -132,8 +132,8 @@ def dead(s: Subject) -> Trials:
     nothing turns (it adds the same to all scores of a query), queries and keys where only one key is seen, and a router
     without a choice.
     """
-    needs(isinstance(s, Ours), PARTS)
-    assert isinstance(s, Ours)
+    s = ours(s)
+    needs(not s.fixed, INTEGERS)
     needs(torch.finfo(s.dtype).eps < 1e-6, "half precision rounds small gradients to zero")
     length = s.longest(12)
     needs(length > 1, "it has one position, so no token meets another")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from anyformer.check.changed import undropped
-from anyformer.check.law import Law, Trial, Trials, apart, holds, law, needs
-from anyformer.check.ours import Ours
+from anyformer.check.law import INTEGERS, Law, Trial, Trials, apart, holds, law, needs
+from anyformer.check.ours import Ours, ours
 from anyformer.check.subject import Subject, Text
 from anyformer.cost import Cost
 from anyformer.families.family import shortest
@@ -141,8 +141,8 @@ def costs(s: Subject) -> Trials:
     Parameters are counted; operations by torch's own counter, on the textbook's attention (1 % is let pass; not where
     they depend on marks, nor where heads differ); a cache is filled, and its numbers counted.
     """
-    needs(isinstance(s, Ours), "its costs are not counted by this library")
-    assert isinstance(s, Ours)
+    s = ours(s)
+    needs(not s.fixed, INTEGERS)
     length = s.longest(16)
     counted = Cost().plus(*s.spec.costs(length).values())
     parameters = sum(parameter.numel() for parameter in s.module.parameters())
