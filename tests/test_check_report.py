@@ -57,6 +57,16 @@ number = 3
 """
 
 
+class Later(af.Subject):
+    """Adds up a token and what comes after it."""
+
+    vocab_size = 11
+
+    def answer(self, text: Any) -> Tensor:
+        embedded: Tensor = self.module(text.ids)
+        return embedded.flip(1).cumsum(1).flip(1)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a module of parts."""
@@ -175,6 +185,31 @@ def test_processes_find_what_one_process_finds(few: None) -> None:
     assert one["evaluation"].models == two["evaluation"].models > 10
 
 
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_a_quantized_model_is_judged_as_it_is(bits: Any) -> None:
+    model = af.quantize(af.preset("gpt-mini").build(), bits)
+    report = af.check(model, only=["future", "padding", "cache", "kernels", "saving", "shapes", "dead", "costs"])
+    assert report.lawful, str(report)
+    assert [finding.law for finding in report.findings if finding.why] == ["dead", "costs"]
+
+
+def test_nan_is_never_a_pass() -> None:
+    class Broken(Later):
+        def answer(self, text: Any) -> Tensor:
+            return super().answer(text) * float("nan")
+
+    assert not af.check(Broken(torch.nn.Embedding(11, 8)), only=["padding"]).lawful
+
+
+def test_what_cannot_be_copied_is_reported() -> None:
+    class Stuck(Later):
+        def anew(self, dtype: torch.dtype) -> af.Subject:
+            raise RuntimeError("no float64 here")
+
+    report = af.check(Stuck(torch.nn.Embedding(11, 8)), only=["future", "evaluation"])
+    assert [finding.why for finding in report.findings] == ["raised RuntimeError: no float64 here"] * 2
+
+
 def test_ctrl_c_leaves_what_was_found(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = many._findings
 
@@ -187,16 +222,6 @@ def test_ctrl_c_leaves_what_was_found(few: None, monkeypatch: pytest.MonkeyPatch
     assert report["evaluation"].models == 2
     assert not report.lawful
     assert report.notes[0].startswith("stopped after 2 of 18 combinations")
-
-
-class Later(af.Subject):
-    """Adds up a token and what comes after it."""
-
-    vocab_size = 11
-
-    def answer(self, text: Any) -> Tensor:
-        embedded: Tensor = self.module(text.ids)
-        return embedded.flip(1).cumsum(1).flip(1)
 
 
 def test_the_assertion_says_what_the_report_says() -> None:

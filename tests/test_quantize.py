@@ -422,3 +422,11 @@ def test_a_loaded_model_may_be_of_another_type(bits: Bits, tmp_path: Path) -> No
     wide = af.load(tmp_path, dtype="float64").model
     torch.testing.assert_close(wide(text), copy.deepcopy(model).double()(text), rtol=0, atol=1e-12)
     assert wide.dtype == torch.float64
+
+
+@pytest.mark.parametrize("bits", BITS)
+@torch.enable_grad()
+def test_gradients_are_refused_in_one_sentence(bits: Bits) -> None:
+    model = quantize(af.preset("gpt-mini").build(), bits)
+    with pytest.raises(ValueError, match=r"pass no gradients on: call the model under torch.inference_mode\(\)"):
+        model(torch.tensor([[1, 2, 3]]))

@@ -138,3 +138,15 @@ def test_fault_46_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     with replacing(path, "w") as file:
         file.write("new")
     assert path.read_text() == "new"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_run_keeps_the_dtype_that_was_stored(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Loaded in float32, the same weights give other answers."""
+    model = af.preset("gpt-mini").build(dtype=dtype).eval()
+    af.save(model, tmp_path)
+    loaded = af.load(tmp_path).model
+    assert loaded.dtype == dtype
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(loaded(ids), model(ids))
+    assert af.load(tmp_path, dtype="float32").model.dtype == torch.float32

@@ -68,6 +68,7 @@ class QuantizedLinear(nn.Module):
         self.weight, self.gain = _fixed(*(round_int8 if bits == "int8" else round_int4)(linear.weight.detach()))
 
     def forward(self, x: Float[Tensor, "*B K"]) -> Float[Tensor, "*B N"]:
+        _check_gradients(x)
         operator = operators.linear_int8 if self.bits == "int8" else operators.linear_int4
         y: Tensor = operator(x, self.weight, self.gain, self.bias)
         return y
@@ -82,8 +83,14 @@ class QuantizedHead(LMHeadModule):
         self.weight, self.gain = _fixed(*round_int8(head.weight.detach()))
 
     def project(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
+        _check_gradients(x)
         y: Tensor = operators.linear_int8(x, self.weight, self.gain, self.bias)
         return y
+
+
+def _check_gradients(x: Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError("weights of few bits pass no gradients on: call the model under torch.inference_mode()")
 
 
 def _fixed(integers: Tensor, gain: Tensor) -> tuple[nn.Parameter, nn.Parameter]:

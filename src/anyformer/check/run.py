@@ -66,7 +66,7 @@ def judge(law: Law, subject: Subject) -> Finding:
     """One law on one subject; in each dtype in turn, until one breaks it. Random numbers outside stay as they were."""
     begin = time.perf_counter()
     finding = Finding(law.name, law.title, law.means, law.measured, "not applicable", law.unit)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(not subject.fixed):
         try:
             for judged in _copies(subject) if law.anew else [subject]:
                 torch.manual_seed(subject.seed)

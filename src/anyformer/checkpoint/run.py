@@ -19,6 +19,8 @@ from anyformer.text.tokenizer import Tokenizer
 __all__ = ["load_run", "load_weights", "read_spec", "save_run", "weights"]
 
 SPEC, WEIGHTS, QUANTIZED = "spec.yaml", "model.safetensors", "quantized.json"
+TABLE = "tokens.weight"
+KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def save_run(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
@@ -39,8 +41,9 @@ def save_run(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None
 def load_run(
     folder: Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Transformer:
-    """The model of a run, in evaluation mode, quantized if it was. ValueError says what is missing or does not fit."""
-    model = read_spec(folder).build(init=None, device=device, dtype=dtype)
+    """The model of a run, in evaluation mode, quantized if it was; `dtype` None keeps what is stored. ValueError says
+    what is missing or does not fit."""
+    model = read_spec(folder).build(init=None, device=device, dtype=dtype or _stored(folder / WEIGHTS))
     if (folder / QUANTIZED).is_file():
         quantize(model, read_json(folder / QUANTIZED).get("bits", "bits that are not named"))
     load_weights(model, folder / WEIGHTS)
@@ -72,6 +75,17 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
                 parameter.copy_(file.get_tensor(name))
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+def _stored(path: Path) -> torch.dtype | None:
+    """In what the table of tokens is written; None if that cannot be said, which loading then says better."""
+    if not path.is_file():
+        return None
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            return KINDS.get(file.get_slice(TABLE).get_dtype()) if TABLE in file.keys() else None  # noqa: SIM118
+    except safetensors.SafetensorError:
+        return None
 
 
 def _fit(wanted: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]], path: str | Path) -> None:

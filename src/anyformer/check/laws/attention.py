@@ -158,7 +158,11 @@ def empty_rows(s: Subject) -> Trials:
         text = laid_out(s, Tokens.padded(keep))
         answer = s.answer(text)
         weights = [weight for weight in s.module.parameters() if weight.requires_grad]
-        found = torch.autograd.grad(answer.double().square().mean(), weights, allow_unused=True) if weights else ()
+        found = (
+            torch.autograd.grad(answer.double().square().mean(), weights, allow_unused=True)
+            if answer.requires_grad
+            else ()
+        )
         said = f"ids {text.ids.tolist()}, of which real: {keep.tolist()}"
         yield Trial(_not_finite(answer), f"{said}: answers that are not finite")
         yield Trial(sum(_not_finite(x) for x in found if x is not None), f"{said}: gradients that are not finite")

@@ -78,7 +78,8 @@ def _with_loud_embeddings(less: Subject, wide: Subject, text: Text, dtype: torch
     said = f"{_said(text, dtype)}, embeddings × 1000"
     with _loud(less), _loud(wide), _peak(wide.module) as peak:
         right = wide.answer(text)
-        mean_square(right).backward()
+        if right.requires_grad:
+            mean_square(right).backward()
         steepest = max((float(p.grad.abs().max()) for p in wide.module.parameters() if p.grad is not None), default=0.0)
         most = torch.finfo(dtype).max / 16
         if peak[0] > most:

@@ -72,8 +72,9 @@ def saving(s: Subject) -> Trials:
             text = s.text(batch, s.longest(length))
             with torch.inference_mode():
                 yield apart(again.answer(text), s.answer(text), f"ids {text.ids.tolist()}: another answer")
-        if any(parameter.requires_grad for parameter in now.values()):
-            mean_square(again.answer(s.text(2, s.longest(7)))).backward()
+        answer = again.answer(s.text(2, s.longest(7)))
+        if answer.requires_grad:
+            mean_square(answer).backward()
             torch.optim.SGD(again.module.parameters(), lr=1e-3).step()
             yield _ties(again.module, s.module, "loaded and trained for a step")
 
