@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
 from pathlib import Path
@@ -17,6 +18,7 @@ from anyformer.check.laws import LAWS
 
 TABLE = Table()
 ROOT = Path(__file__).parent.parent
+FILES = ("attention", "cached", "seen", "training", "whole")
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +88,11 @@ def test_laws_have_names_meanings_and_limits() -> None:
         assert law.means.endswith(".")
         assert law.measured.endswith(".")
         assert all(law.limit(dtype) >= 0 for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+
+
+def test_every_law_finds_planted_faults() -> None:
+    """Those of `compiled` are planted in a process of its own."""
+    modules = (importlib.import_module(f"test_check_{name}") for name in FILES)
+    laws = [fault.law for module in modules for fault in module.FAULTS.values()]
+    assert set(laws) == {law.name for law in LAWS} - {"compiled"}
+    assert len(laws) > 80

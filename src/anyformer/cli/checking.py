@@ -112,6 +112,7 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
         TextColumn("{task.percentage:.0f} %"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         row = bar.add_task("", total=1.0)
         yield lambda said, share: bar.update(row, description=said, completed=share)
