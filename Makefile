@@ -22,7 +22,7 @@ check: $(INSTALLED)  ## format, lint and types
 
 test-fast: $(INSTALLED)  ## the tests, but for the slow lane
 	$(BIN)/python -m pytest -n auto --ignore-glob="*/test_check_*.py"
-	UNCHECKED=1 $(BIN)/python -m pytest -n auto tests/test_check_*.py
+	UNCHECKED=1 OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/test_check_*.py
 
 laws: $(INSTALLED)  ## hold a pairwise cover of all parts to the laws: a few minutes
 	$(BIN)/anyformer check --all --cover
