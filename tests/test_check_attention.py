@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from planted import Fault
+from planted import Fault, Plant, patched
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -108,18 +107,11 @@ def two_sided() -> TransformerSpec:
 
 # -- slips ------------------------------------------------------------------------------------------------------------
 
-Plant = Callable[[Ours], AbstractContextManager[object]]
-
-
-def put(where: Any, name: str, slip: Any) -> Plant:
-    """`slip` in place of what stands there."""
-    return lambda s: patch.object(where, name, slip)
-
 
 def asking(kernel: type[Kernel], change: Callable[[Request], Request]) -> Plant:
     """The kernel computes another request than it is asked."""
     right = kernel.__call__
-    return put(kernel, "__call__", lambda self, request: right(self, change(request)))
+    return patched(kernel, "__call__", lambda self, request: right(self, change(request)))
 
 
 def step(**steps: Callable[[Request, Tensor], Tensor]) -> Plant:
@@ -129,7 +121,7 @@ def step(**steps: Callable[[Request, Tensor], Tensor]) -> Plant:
 
 def capped_last() -> Plant:
     order = ("scaled", "biased", "masked", "capped", "weights")
-    return put(reference, "STEPS", {name: reference.STEPS[name] for name in order})
+    return patched(reference, "STEPS", {name: reference.STEPS[name] for name in order})
 
 
 def without_scale(request: Request) -> Request:
@@ -223,27 +215,29 @@ def logarithm_alone(self: RelativeBias, distance: Tensor, thresholds: Any = None
 
 
 FAULTS: dict[str, Fault] = {
-    "band_one_too_wide": Fault("patterns", sliding, put(Window, "band", lambda self: (self.size, self.size))),
-    "reach_one_short": Fault("patterns", sliding, put(Window, "reach", lambda self: self.size - 1)),
+    "band_one_too_wide": Fault("patterns", sliding, patched(Window, "band", lambda self: (self.size, self.size))),
+    "reach_one_short": Fault("patterns", sliding, patched(Window, "reach", lambda self: self.size - 1)),
     "frontier_denied": Fault(
-        "patterns", lambda: decoder(Attention(4, pattern=Causal() | Prefix(4))), put(Prefix, "frontier", lambda self: 0)
+        "patterns",
+        lambda: decoder(Attention(4, pattern=Causal() | Prefix(4))),
+        patched(Prefix, "frontier", lambda self: 0),
     ),
-    "tile_full_one_too_soon": Fault("patterns", sliding, put(Window, "covers", full_too_soon)),
+    "tile_full_one_too_soon": Fault("patterns", sliding, patched(Window, "covers", full_too_soon)),
     "tile_empty_too_soon": Fault(
-        "patterns", lambda: decoder(Attention(4, pattern=Causal() & Chunk(3))), put(Chunk, "covers", empty_too_soon)
+        "patterns", lambda: decoder(Attention(4, pattern=Causal() & Chunk(3))), patched(Chunk, "covers", empty_too_soon)
     ),
-    "padding_in_the_mask": Fault("patterns", plain, put(Pattern, "visible", not_apart)),
+    "padding_in_the_mask": Fault("patterns", plain, patched(Pattern, "visible", not_apart)),
     "a_far_window": Fault(
         "patterns",
         lambda: decoder(Attention(4, pattern=Causal() & Window(300))),
-        put(Window, "band", lambda self: (self.size, self.size)),
+        patched(Window, "band", lambda self: (self.size, self.size)),
     ),
-    "mask_upside_down": Fault("kernels", plain, put(sdpa, "_mask", upside_down)),
+    "mask_upside_down": Fault("kernels", plain, patched(sdpa, "_mask", upside_down)),
     "scale_missing": Fault("kernels", plain, asking(Sdpa, without_scale)),
     "scale_twice_in_blocked": Fault(
         "kernels", plain, asking(Blocked, lambda r: dataclasses.replace(r, scale=r.scale**2))
     ),
-    "triangle_top_left": Fault("kernels", plain, put(sdpa, "_plain_causal", top_left)),
+    "triangle_top_left": Fault("kernels", plain, patched(sdpa, "_plain_causal", top_left)),
     "cap_after_the_mask": Fault("kernels", capped, capped_last()),
     "bias_twice": Fault(
         "kernels", capped, step(biased=lambda request, scores: scores + 2 * request.bias().to(scores.dtype))
@@ -251,42 +245,42 @@ FAULTS: dict[str, Fault] = {
     "bias_of_wrong_sign": Fault(
         "kernels", sliding, step(biased=lambda request, scores: scores - request.bias().to(scores.dtype))
     ),
-    "heads_by_tile": Fault("kernels", plain, put(reference, "grouped", tiled)),
+    "heads_by_tile": Fault("kernels", plain, patched(reference, "grouped", tiled)),
     "a_large_number_for_infinity": Fault("kernels", plain, step(masked=outbid_by(-1e4))),
-    "runs_of_tiles_added_up": Fault("tiles", plain, put(blocked, "merge", added_up)),
-    "gradient_of_the_cap_forgotten": Fault("kernels", capped, put(torch, "tanh", lambda x: x)),
+    "runs_of_tiles_added_up": Fault("tiles", plain, patched(blocked, "merge", added_up)),
+    "gradient_of_the_cap_forgotten": Fault("kernels", capped, patched(torch, "tanh", lambda x: x)),
     "softmax_over_queries": Fault("rows", plain, step(weights=lambda request, scores: scores.softmax(-2))),
     "weights_not_shared_out": Fault("rows", plain, step(weights=lambda request, scores: scores.exp())),
-    "padding_counted": Fault("rows", plain, put(Pattern, "visible", not_apart)),
+    "padding_counted": Fault("rows", plain, patched(Pattern, "visible", not_apart)),
     "window_in_the_kernel_alone": Fault(
         "rows", two_sided, asking(Sdpa, lambda r: dataclasses.replace(r, pattern=Window(2)))
     ),
     "empty_rows_softmax": Fault("empty_rows", plain, step(masked=outbid_by(-torch.inf))),
-    "empty_rows_uniform": Fault("empty_rows", two_sided, put(sdpa, "_mask", sees_all_where_empty)),
-    "layout_swapped": Fault("distance", plain, put(positions, "rotate", swapped)),
-    "layout_swapped_for_keys": Fault("distance", plain, put(RotaryModule, "at_heads", layout_of_keys)),
-    "positions_not_of_one_piece": Fault("distance", plain, put(RotaryModule, "at_heads", sine_alone_moves)),
-    "keys_not_turned": Fault("distance", plain, put(AttentionModule, "forward", keys_stay)),
+    "empty_rows_uniform": Fault("empty_rows", two_sided, patched(sdpa, "_mask", sees_all_where_empty)),
+    "layout_swapped": Fault("distance", plain, patched(positions, "rotate", swapped)),
+    "layout_swapped_for_keys": Fault("distance", plain, patched(RotaryModule, "at_heads", layout_of_keys)),
+    "positions_not_of_one_piece": Fault("distance", plain, patched(RotaryModule, "at_heads", sine_alone_moves)),
+    "keys_not_turned": Fault("distance", plain, patched(AttentionModule, "forward", keys_stay)),
     "fraction_forgotten": Fault(
         "distance",
         lambda: decoder(Attention(4, 2, position=Rotary(fraction=0.5))),
-        put(Rotary, "turning", lambda self, width: width),
+        patched(Rotary, "turning", lambda self, width: width),
     ),
     "slope_of_wrong_sign": Fault(
         "distance",
         sliding,
-        put(AlibiModule, "at_scores", lambda self, q, k, right=AlibiModule.at_scores: -right(self, q, k)),
+        patched(AlibiModule, "at_scores", lambda self, q, k, right=AlibiModule.at_scores: -right(self, q, k)),
     ),
     "slopes_in_reverse": Fault(
         "distance",
         sliding,
-        put(AlibiModule, "at_scores", lambda self, q, k, right=AlibiModule.at_scores: right(self, q, k).flip(1)),
+        patched(AlibiModule, "at_scores", lambda self, q, k, right=AlibiModule.at_scores: right(self, q, k).flip(1)),
     ),
-    "buckets_all_logarithmic": Fault("distance", capped, put(RelativeBias, "bucket", logarithm_alone)),
+    "buckets_all_logarithmic": Fault("distance", capped, patched(RelativeBias, "bucket", logarithm_alone)),
     "key_minus_query": Fault(
         "distance",
         lambda: both(RelativeBias(8, 16, True), RelativeBias(8, 16)),
-        put(positions, "_distance", lambda q, k: k.pos[:, None, :] - q.pos[:, :, None]),
+        patched(positions, "_distance", lambda q, k: k.pos[:, None, :] - q.pos[:, :, None]),
     ),
 }
 

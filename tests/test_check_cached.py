@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from planted import Fault, Plant
+from planted import Fault, Foreign, patched, wrapped
 from torch import Tensor
 
 import anyformer as af
@@ -21,7 +18,7 @@ from anyformer.cache import Cache, State
 from anyformer.check.laws import cached
 from anyformer.check.ours import Ours
 from anyformer.check.run import check, judge
-from anyformer.check.subject import Subject, Text
+from anyformer.check.subject import Text
 from anyformer.generate import sampling
 from anyformer.generate.loop import Running
 from anyformer.kernels.base import Request
@@ -103,20 +100,6 @@ def test_encoders_have_no_cache() -> None:
 # -- planted faults ---------------------------------------------------------------------------------------------------
 
 
-def patched(target: Any, name: str, new: Any) -> Plant:
-    return lambda subject: mock.patch.object(target, name, new)
-
-
-def wrapped(target: Any, name: str, change: Callable[..., Any]) -> Plant:
-    """`change(old, ...)` in the place of `old(...)`."""
-    old = getattr(target, name)
-
-    def plant(subject: Ours) -> AbstractContextManager[object]:
-        return mock.patch.object(target, name, lambda *given, **more: change(old, *given, **more))
-
-    return plant
-
-
 def one_slot_short(old: Any, self: Cache, reach: int, first: int) -> Slots:
     slots: Slots = old(self, reach, first)
     return Ring(self.batch, reach - 1, self.device) if type(slots) is Ring else slots
@@ -194,16 +177,9 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-@functools.cache
-def unplanted(law: str, spec: af.TransformerSpec) -> str:
-    """The verdict without the fault, once for all faults of a law."""
-    return check(spec.build(), only=[law])[law].verdict
-
-
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_found(fault: Fault) -> None:
-    assert unplanted(fault.law, fault.spec()) == "pass"
-    assert fault.judged(planted=True).startswith("fail")
+    fault.assert_found()
 
 
 @needs_numba
@@ -247,17 +223,21 @@ def test_wrong_ids_are_counted() -> None:
     assert cached._wrong(subject, prompt, new, 4, new[:1]) == 3
 
 
-class Foreign(Subject):
-    """A model of which only answers are known."""
-
-    vocab_size = VOCAB
-
-    def answer(self, text: Text) -> Tensor:
-        logits: Tensor = self.module(text.ids, text.tokens)
-        return logits
-
-
 def test_models_of_others_that_cannot_be_asked() -> None:
-    subject = Foreign(decoder().build())
+    subject = Foreign(decoder().build(), VOCAB)
     reasons = [judge(law, subject).why for law in cached.LAWS]
     assert reasons == ["this kind of model has no cache that could be asked", "this kind of model does not generate"]
+
+
+def test_models_of_others_are_given_no_empty_piece() -> None:
+    class Reading(Foreign):
+        max_len = 4  # where cuts fall on the end
+
+        def by_pieces(self, text: Text, split: Sequence[int]) -> Tensor:
+            splits.append([*split])
+            return self.answer(text)
+
+    splits: list[list[int]] = []
+    assert check(Reading(decoder().build(), VOCAB), only=["cache"])["cache"].verdict == "pass"
+    assert len(splits) > 10
+    assert all(min(split) > 0 for split in splits)

@@ -201,3 +201,10 @@ def test_folders_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match="is not installed: pip install transformers"):
         open_hub(tmp_path)
+
+
+def test_a_penalty_that_a_folder_asks_for_is_none_of_what_is_compared() -> None:
+    asked = subject("gpt2")
+    asked.module.generation_config.repetition_penalty = 50.0
+    assert found(asked, "generation").verdict == "pass"
+    assert asked.module.generation_config.repetition_penalty == 50.0

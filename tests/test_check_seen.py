@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from planted import Fault, Plant
+from planted import Fault, Foreign, patched, wrapped
 from torch import Tensor
 
 import anyformer as af
@@ -19,7 +17,6 @@ from anyformer.check.laws import seen
 from anyformer.check.layouts import packed, padded, texts
 from anyformer.check.ours import Ours
 from anyformer.check.run import check, judge
-from anyformer.check.subject import Subject, Text
 from anyformer.context import Context
 from anyformer.kernels import sdpa
 from anyformer.parts import head
@@ -109,20 +106,6 @@ def test_nothing_stays_behind() -> None:
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------
-
-
-def patched(target: Any, name: str, new: Any) -> Plant:
-    return lambda subject: mock.patch.object(target, name, new)
-
-
-def wrapped(target: Any, name: str, change: Callable[..., Any]) -> Plant:
-    """`change(old, ...)` in the place of `old(...)`."""
-    old = getattr(target, name)
-
-    def plant(subject: Ours) -> AbstractContextManager[object]:
-        return mock.patch.object(target, name, lambda *given, **more: change(old, *given, **more))
-
-    return plant
 
 
 def sees_all_behind(request: Any) -> bool:
@@ -250,16 +233,9 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-@functools.cache
-def unplanted(law: str, spec: af.TransformerSpec) -> str:
-    """The verdict without the fault, once for all faults of a law."""
-    return check(spec.build(), only=[law])[law].verdict
-
-
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_found(fault: Fault) -> None:
-    assert unplanted(fault.law, fault.spec()) == "pass"
-    assert fault.judged(planted=True).startswith("fail")
+    fault.assert_found()
 
 
 def test_only_gradients_show_a_faint_leak() -> None:
@@ -280,18 +256,8 @@ def test_the_smallest_input_is_told_as_it_can_be_typed() -> None:
 # -- what laws share --------------------------------------------------------------------------------------------------
 
 
-class Foreign(Subject):
-    """A model of which only answers are known."""
-
-    vocab_size = VOCAB
-
-    def answer(self, text: Text) -> Tensor:
-        logits: Tensor = self.module(text.ids, text.tokens)
-        return logits
-
-
 def test_models_of_others_are_asked_what_they_answer() -> None:
-    found = {finding.law: finding for finding in check(Foreign(decoder().build()), only=NAMES).findings}
+    found = {finding.law: finding for finding in check(Foreign(decoder().build(), VOCAB), only=NAMES).findings}
     asked = [name for name in NAMES if found[name].verdict == "pass"]
     assert asked == ["future", "padding", "batch", "packing"]
     assert found["future_gradients"].why == "nothing is known of where this kind of model embeds its text"

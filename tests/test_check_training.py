@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from planted import Fault, Plant
+from planted import Fault, patched
 from torch import Tensor
 
 import anyformer as af
@@ -83,13 +81,6 @@ def test_one_position_teaches_nothing_of_the_next() -> None:
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------
-
-
-def patched(where: Any, name: str, by: Any) -> Plant:
-    def plant(s: Ours) -> AbstractContextManager[object]:
-        return mock.patch.object(where, name, by)
-
-    return plant
 
 
 def batch_statistics(self: RMSNormModule, x: Tensor) -> Tensor:
@@ -172,6 +163,7 @@ def test_small_models_have_the_same_parts(name: str) -> None:
         kinds = {tuple(type(branch.op) for branch in block.branches) for block in blocks}
         assert {tuple(type(b.op) for b in block.branches) for block in narrow.stacks()[stack]} == kinds
     assert narrow.embed == spec.embed
+    assert type(narrow.head) is type(spec.head)
     assert sum(p.numel() for p in narrow.build(init=None, device="meta").parameters()) < 200_000
 
 

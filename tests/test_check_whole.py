@@ -7,15 +7,13 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from planted import Fault, Plant
+from planted import Fault, patched, wrapped
 from torch import Tensor, nn
 
 import anyformer as af
@@ -24,7 +22,6 @@ from anyformer.cache import Cache
 from anyformer.check import ours
 from anyformer.check.changed import without_dropout
 from anyformer.check.laws import precision, whole
-from anyformer.check.ours import Ours
 from anyformer.check.run import check
 from anyformer.checkpoint.load import Loaded
 from anyformer.parts import ffn
@@ -106,19 +103,6 @@ def test_without_dropout() -> None:
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------
-
-
-def patched(where: Any, name: str, by: Any) -> Plant:
-    def plant(s: Ours) -> AbstractContextManager[object]:
-        return mock.patch.object(where, name, by)
-
-    return plant
-
-
-def wrapped(where: Any, name: str, by: Callable[..., Any]) -> Plant:
-    """`by` is given what was there, and then the arguments."""
-    inner = getattr(where, name)
-    return patched(where, name, lambda *args, **more: by(inner, *args, **more))
 
 
 def drawing(inner: Any, *args: Any) -> Tensor:

@@ -310,6 +310,7 @@ MANY: dict[str, Callable[[], af.TransformerSpec]] = {
     "sandwich": lambda: decoder(af.Block.sandwich(af.Attention(4), af.GatedFFN(40), norm=af.RMSNorm(offset=1.0))),
     "parallel": lambda: decoder(af.Block.parallel(af.Attention(4), af.DenseFFN(40), norm=NORM, one_norm=True)),
     "windowed": lambda: decoder(block(af.Attention(4, pattern=af.Causal() & af.Window(5)), af.DenseFFN(40))),
+    "prefix alone": lambda: decoder(block(af.Attention(4, pattern=af.Causal() & af.Prefix(3)), af.DenseFFN(40))),
     "rotary encoder-decoder": lambda: decoder(
         block(af.Attention(4, 2, position=af.Rotary()), af.CrossAttention(4, 2), af.GatedFFN(40)),
         encoder=(block(af.Attention(4, pattern=af.Full(), position=af.Rotary()), af.GatedFFN(40)),),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from torch import Tensor
 from anyformer.check.law import needs
 from anyformer.check.ours import Ours, ours
 from anyformer.check.subject import Subject, Text
-from anyformer.inspect.record import alike
+from anyformer.inspect.record import Note, alike
 from anyformer.kernels import KERNELS
 from anyformer.kernels.base import Kernel, Request
 from anyformer.kernels.flex import Flex
@@ -43,17 +43,10 @@ BEYOND = 64  # decoding goes on beyond windows up to this one
 NO_ATTENTION = "no layer of this model computes softmax attention"
 
 
-class Caught(Kernel):
+class Caught(Note):
     """Notes what is asked, as it is at that moment, and answers by the reference kernel."""
 
     name = "caught"
-    heads_may_differ: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-
-    def rejects(self, request: Request) -> str | None:
-        return None
 
     def __call__(self, request: Request) -> Float[Tensor, "B T H K"]:
         with torch.inference_mode(False), torch.no_grad():  # copies: caches write in place
